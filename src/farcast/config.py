@@ -1,0 +1,117 @@
+"""What a run is told, as frozen data. Parsing it imports nothing heavy and touches no file.
+
+Every value is checked when it is read; a wrong one raises `ConfigError` with the field's path.
+"""
+
+import math
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from farcast.errors import ConfigError
+from farcast.types import Name
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class _Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class SamplingConfig(_Frozen):
+    """How a worker samples. Log-probs are taken under exactly this distribution."""
+
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    max_new_tokens: Positive = 16
+    batch_groups: Positive = 2
+    """Prompts sampled together; each gives one group."""
+
+
+class TaskConfig(_Frozen):
+    """A verifiable task: an environment's name, its own parameters, and the prompt around it."""
+
+    name: str = "letters"
+    params: dict[str, Any] = {}
+    instruction: str = ""
+    """Put before each question, in the user's turn."""
+
+
+class TrainConfig(_Frozen):
+    """Trainer settings. `max_staleness` is in versions; `is_cap` truncates importance weights."""
+
+    steps: Positive = 8
+    seed: NonNegative = 0
+    learning_rate: PositiveFloat = 1e-5
+    warmup_steps: NonNegative = 0
+    beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.99
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    grad_clip: PositiveFloat = 1.0
+    group_size: Annotated[int, msgspec.Meta(ge=2)] = 8
+    groups_per_step: Positive = 4
+    max_staleness: NonNegative = 4
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    is_cap: PositiveFloat = 2.0
+    checkpoint_every: Positive = 10
+    anchor_every: Positive = 20
+    max_backlog_groups: Positive = 8
+    """Unread groups per worker before it waits: the backpressure bound."""
+
+
+class RunConfig(_Frozen):
+    """Everything that defines a run. Written once, read by the trainer; workers read the store."""
+
+    run_id: Name
+    store: str
+    model: str
+    out: str
+    task: TaskConfig = TaskConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    train: TrainConfig = TrainConfig()
+
+
+class LinkConfig(_Frozen):
+    """An emulated link: `rate` in bytes per second each way, `rtt` in seconds for a round trip."""
+
+    rate: PositiveFloat
+    rtt: Annotated[float, msgspec.Meta(ge=0)]
+
+
+_T = TypeVar("_T")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_DELAY = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
+
+
+def parse_link(text: str) -> LinkConfig:
+    """Read `100mbit,80ms`: bandwidth each way, then the round-trip time."""
+    rate_text, _, delay_text = text.lower().replace(" ", "").partition(",")
+    rate, delay = _RATE.fullmatch(rate_text), _DELAY.fullmatch(delay_text)
+    if rate is None or delay is None or not float(rate[1]) > 0 or not math.isfinite(float(rate[1])):
+        raise ConfigError(
+            f"The link {text[:60]!r} is not understood; "
+            "write bandwidth and round trip like 100mbit,80ms."
+        )
+    seconds = float(delay[1]) * (1e-3 if delay[2] == "ms" else 1.0)
+    return LinkConfig(rate=float(rate[1]) * _BITS[rate[2]] / 8, rtt=seconds)
+
+
+def decode_config(data: bytes, kind: type[_T]) -> _T:
+    """Read a config from JSON, or raise `ConfigError` that names the field."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:  # ValidationError included
+        raise ConfigError(
+            f"The {kind.__name__} is not valid: {error}; correct that field."
+        ) from error
+
+
+def encode_config(config: msgspec.Struct) -> bytes:
+    """Write a config as indented JSON with a fixed field order."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=2)

@@ -1,0 +1,136 @@
+"""Every error farcast raises on purpose, in one tree.
+
+A class exists where a caller would act differently. Each says whether the same
+call may succeed later (`retry`) and the exit status a command ends with.
+A message is one sentence of what is wrong and one of what to do. It never holds
+a credential, a token or a signed URL.
+
+    FarcastError
+    ├── ConfigError                  the user's input: fix it and run again
+    │   └── MissingDependencyError   an extra is not installed
+    ├── FormatError                  bytes that do not follow the format
+    │   └── LimitError               bytes that ask for more than the format allows
+    ├── IntegrityError               bytes that are not what their digest says
+    ├── StoreError
+    │   ├── StoreUnavailableError    (retry) network, throttling, server fault
+    │   ├── StoreAccessError         credentials or permissions
+    │   ├── StoreFullError           no space or quota left
+    │   ├── StoreUnsupportedError    the store lacks what farcast needs (conditional create)
+    │   ├── ObjectNotFoundError      no object under that key
+    │   └── ObjectExistsError        a conditional create lost: the key was taken
+    ├── LineageError
+    │   ├── RunMismatchError         the store, folder or record belongs to another run
+    │   ├── UnknownVersionError      that version was never published, or is gone
+    │   └── VersionConflictError     another publisher wrote that version first
+    ├── PoisonError                  weights or samples that would ruin the run
+    ├── TargetError
+    │   ├── TensorMismatchError      names, shapes or dtypes differ; nothing was written
+    │   ├── TargetChangedError       the target moved between reading and writing
+    │   └── TargetUncertainError     a commit failed and could not be undone: replace the engine
+    └── TrajectoryError
+        ├── BacklogFullError         (retry) the trainer is behind: wait
+        └── TrajectoryTooLargeError  one trajectory is over the limit
+"""
+
+
+class FarcastError(Exception):
+    """Base of all of farcast's own errors."""
+
+    retry: bool = False
+    exit_code: int = 1
+
+
+class ConfigError(FarcastError):
+    exit_code = 2
+
+
+class MissingDependencyError(ConfigError):
+    """An optional dependency is absent; the message names the extra to install."""
+
+
+class FormatError(FarcastError):
+    exit_code = 3
+
+
+class LimitError(FormatError):
+    """A count or length read from bytes is beyond its stated bound."""
+
+
+class IntegrityError(FarcastError):
+    exit_code = 3
+
+
+class StoreError(FarcastError):
+    exit_code = 4
+
+
+class StoreUnavailableError(StoreError):
+    retry = True
+
+
+class StoreAccessError(StoreError):
+    pass
+
+
+class StoreFullError(StoreError):
+    pass
+
+
+class StoreUnsupportedError(StoreError):
+    pass
+
+
+class ObjectNotFoundError(StoreError):
+    pass
+
+
+class ObjectExistsError(StoreError):
+    pass
+
+
+class LineageError(FarcastError):
+    exit_code = 5
+
+
+class RunMismatchError(LineageError):
+    pass
+
+
+class UnknownVersionError(LineageError):
+    pass
+
+
+class VersionConflictError(LineageError):
+    pass
+
+
+class PoisonError(FarcastError):
+    exit_code = 6
+
+
+class TargetError(FarcastError):
+    exit_code = 7
+
+
+class TensorMismatchError(TargetError):
+    pass
+
+
+class TargetChangedError(TargetError):
+    retry = True
+
+
+class TargetUncertainError(TargetError):
+    pass
+
+
+class TrajectoryError(FarcastError):
+    exit_code = 8
+
+
+class BacklogFullError(TrajectoryError):
+    retry = True
+
+
+class TrajectoryTooLargeError(TrajectoryError):
+    pass

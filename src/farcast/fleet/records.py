@@ -1,0 +1,104 @@
+"""Records that live in the store so that people and processes can see a run.
+
+Mutable ones are rewritten in place and may be read stale; nothing exact rests on them.
+Put-once ones are evidence: `farcast verify` compares them with what the store rebuilds.
+
+    fleet/trainer.json                   TrainerRecord   trainer -> workers, people   rewritten
+    fleet/replicas/<replica>.json        ReplicaRecord   replica -> people            rewritten
+    fleet/steps/<version>.json           StepRecord      trainer -> verify, people    put once
+    fleet/receipts/<replica>/<version>   Receipt         replica -> verify            put once
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from farcast.types import Digest, Name
+
+MAX_RECORD_BYTES = 1 << 20
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class TrainerRecord(_Wire):
+    """What workers need of the trainer: is the run going on, and how far it has read."""
+
+    run_id: Name
+    state: Literal["starting", "training", "done", "stopped"]
+    version: Count
+    step: Count
+    positions: dict[Name, Count] = {}
+    """By worker: the next sequence number the trainer will read. Unread batches are the backlog."""
+    updated: float = 0.0
+
+
+class ReplicaRecord(_Wire):
+    """A replica's own account of itself. `updated` is its clock; the store's own time of the
+    object says when it was last written."""
+
+    replica_id: Name
+    state: Literal["joining", "serving", "staging", "waiting", "stopped", "failed"]
+    version: int
+    """-1 before the first verified version."""
+    root: str = ""
+    tokens: Count = 0
+    tokens_per_second: float = 0.0
+    trajectories: Count = 0
+    bytes_fetched: Count = 0
+    bytes_full: Count = 0
+    """What full copies of the same versions would have moved."""
+    commits: Count = 0
+    commit_seconds: float = 0.0
+    """Longest pause of a commit so far."""
+    updated: float = 0.0
+
+
+class StepRecord(_Wire):
+    """One optimizer step, under the version that it published.
+
+    `root` is computed from the trainer's own live tensors, not taken from the manifest.
+    A trainer that resumes from the checkpoint of step s writes `resumed_from = s` in every
+    later record: records of earlier incarnations with a step above s are void, since their
+    optimizer steps were lost with the crash and their trajectories are read again.
+    """
+
+    version: Count
+    step: Count
+    root: Digest
+    incarnation: Name
+    resumed_from: int = -1
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: Count = 0
+    consumed: tuple[Name, ...] = ()
+    """Ids of the trajectories that entered this step's gradient."""
+    dropped: dict[str, tuple[Name, ...]] = {}
+    """Ids left out since the step before, by reason: "stale", "partial", "invalid"."""
+    tokens: Count = 0
+    changed: Count = 0
+    elements: Count = 0
+    bytes_sent: Count = 0
+    bytes_full: Count = 0
+    step_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    """Time the training loop waited for publishing."""
+    waited_seconds: float = 0.0
+    """Time the training loop waited for trajectories."""
+
+
+class Receipt(_Wire):
+    """A replica committed `version` and recomputed `root` from the weights its engine holds."""
+
+    replica_id: Name
+    version: Count
+    root: Digest
+    staged_seconds: float
+    commit_seconds: float
+    bytes_fetched: Count

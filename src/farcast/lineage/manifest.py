@@ -1,0 +1,116 @@
+"""The manifest: the checked description of one version. Pure: bytes in, values out.
+
+Producer: the publisher. Consumers: subscribers, `farcast verify | inspect | plan`.
+A manifest is immutable; putting it (create-if-absent) is the commit point of a version,
+and everything it names is durable before that. Refuses unknown formats, names that do not
+match its key, and counts beyond the bounds below.
+
+Keys, all below the store's prefix (one prefix holds one run):
+
+    run.json                         RunRecord, put once
+    versions/000000000012.json       Manifest of version 12, put once
+    objects/<blake3 hex>             delta containers and assets, put once
+    trajectories/<worker>/<seq>      batches of trajectories, put once
+    fleet/...                        records that are rewritten: who is alive, what the trainer read
+"""
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from farcast.types import MAX_VERSION, Digest, Name, VersionRef
+
+MANIFEST_FORMAT = 1
+
+MAX_MANIFEST_BYTES = 1 << 20
+"""A manifest names objects, not tensors: 1 MiB is about 9,000 objects of 4 GiB each."""
+
+MAX_OBJECTS = 4096
+"""Objects of one delta or anchor; at the 4 GiB an object may have this is 16 TiB."""
+
+MAX_OBJECT_BYTES = 1 << 32
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ObjectRef(_Wire):
+    """An object under `objects/<digest>`: BLAKE3 of its bytes, and its size in bytes."""
+
+    digest: Digest
+    size: Annotated[int, msgspec.Meta(ge=0, le=MAX_OBJECT_BYTES)]
+
+
+Objects = Annotated[tuple[ObjectRef, ...], msgspec.Meta(max_length=MAX_OBJECTS)]
+
+
+class Delta(_Wire):
+    """The change from version `base` (whose root is `base_root`) to the manifest's version."""
+
+    base: Version
+    base_root: Digest
+    objects: Objects
+
+
+class Manifest(_Wire):
+    """One version. `anchor` is None unless this version was also published in full;
+    `anchor_version` is the newest version at or below this one that was."""
+
+    format: Annotated[int, msgspec.Meta(ge=MANIFEST_FORMAT, le=MANIFEST_FORMAT)] = MANIFEST_FORMAT
+    run_id: Name
+    version: Version
+    root: Digest
+    step: Count
+    """Optimizer steps taken when these weights were derived."""
+    served_format: Name
+    tensors: Count
+    elements: Count
+    bytes_full: Count
+    """Raw bytes of all served tensors: what a full copy would move."""
+    changed: Count
+    """Elements whose bits differ from the parent version."""
+    anchor_version: Version
+    anchor: Objects | None = None
+    deltas: Annotated[tuple[Delta, ...], msgspec.Meta(max_length=64)] = ()
+    writer: Name
+    """Who wrote it: one id per publisher process, so that a writer knows its own write."""
+
+    @property
+    def ref(self) -> VersionRef:
+        return VersionRef(self.run_id, self.version, self.root)
+
+
+class RunRecord(_Wire):
+    """What a store holds, written once when the run starts.
+
+    `assets` are the small files a replica needs to build the model and tokenizer
+    (config.json, tokenizer.json, ...), by file name; `settings` is the trainer's RunConfig
+    as JSON text, from which workers read the task and the sampling distribution.
+    """
+
+    format: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    run_id: Name
+    created: str
+    assets: Annotated[dict[Name, ObjectRef], msgspec.Meta(max_length=64)] = {}
+    settings: Annotated[str, msgspec.Meta(max_length=1 << 18)] = ""
+
+
+RUN_KEY = "run.json"
+VERSIONS_PREFIX = "versions/"
+OBJECTS_PREFIX = "objects/"
+_VERSION_KEY = re.compile(r"versions/(\d{12})\.json")
+
+
+def version_key(version: int) -> str:
+    """`versions/000000000012.json`"""
+    return f"{VERSIONS_PREFIX}{version:012d}.json"
+
+
+def object_key(ref: ObjectRef) -> str:
+    """`objects/<digest>`; the digest's pattern was checked when the reference was read."""
+    return f"{OBJECTS_PREFIX}{ref.digest}"
