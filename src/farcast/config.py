@@ -18,11 +18,11 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class _Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class SamplingConfig(_Frozen):
+class SamplingConfig(_Frozen, frozen=True, kw_only=True):
     """How a worker samples. Log-probs are taken under exactly this distribution."""
 
     temperature: PositiveFloat = 1.0
@@ -32,7 +32,7 @@ class SamplingConfig(_Frozen):
     """Prompts sampled together; each gives one group."""
 
 
-class TaskConfig(_Frozen):
+class TaskConfig(_Frozen, frozen=True, kw_only=True):
     """A verifiable task: an environment's name, its own parameters, and the prompt around it."""
 
     name: str = "letters"
@@ -41,7 +41,7 @@ class TaskConfig(_Frozen):
     """Put before each question, in the user's turn."""
 
 
-class TrainConfig(_Frozen):
+class TrainConfig(_Frozen, frozen=True, kw_only=True):
     """Trainer settings. `max_staleness` is in versions; `is_cap` truncates importance weights."""
 
     steps: Positive = 8
@@ -64,7 +64,7 @@ class TrainConfig(_Frozen):
     """Unread groups per worker before it waits: the backpressure bound."""
 
 
-class RunConfig(_Frozen):
+class RunConfig(_Frozen, frozen=True, kw_only=True):
     """Everything that defines a run. Written once, read by the trainer; workers read the store."""
 
     run_id: Name
@@ -76,7 +76,7 @@ class RunConfig(_Frozen):
     train: TrainConfig = TrainConfig()
 
 
-class LinkConfig(_Frozen):
+class LinkConfig(_Frozen, frozen=True, kw_only=True):
     """An emulated link: `rate` in bytes per second each way, `rtt` in seconds for a round trip."""
 
     rate: PositiveFloat

@@ -20,11 +20,11 @@ MAX_RECORD_BYTES = 1 << 20
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class TrainerRecord(_Wire):
+class TrainerRecord(_Wire, frozen=True, kw_only=True):
     """What workers need of the trainer: is the run going on, and how far it has read."""
 
     run_id: Name
@@ -36,7 +36,7 @@ class TrainerRecord(_Wire):
     updated: float = 0.0
 
 
-class ReplicaRecord(_Wire):
+class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     """A replica's own account of itself. `updated` is its clock; the store's own time of the
     object says when it was last written."""
 
@@ -57,7 +57,7 @@ class ReplicaRecord(_Wire):
     updated: float = 0.0
 
 
-class StepRecord(_Wire):
+class StepRecord(_Wire, frozen=True, kw_only=True):
     """One optimizer step, under the version that it published.
 
     `root` is computed from the trainer's own live tensors, not taken from the manifest.
@@ -93,7 +93,7 @@ class StepRecord(_Wire):
     """Time the training loop waited for trajectories."""
 
 
-class Receipt(_Wire):
+class Receipt(_Wire, frozen=True, kw_only=True):
     """A replica committed `version` and recomputed `root` from the weights its engine holds."""
 
     replica_id: Name

@@ -35,11 +35,11 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class ObjectRef(_Wire):
+class ObjectRef(_Wire, frozen=True, kw_only=True):
     """An object under `objects/<digest>`: BLAKE3 of its bytes, and its size in bytes."""
 
     digest: Digest
@@ -49,7 +49,7 @@ class ObjectRef(_Wire):
 Objects = Annotated[tuple[ObjectRef, ...], msgspec.Meta(max_length=MAX_OBJECTS)]
 
 
-class Delta(_Wire):
+class Delta(_Wire, frozen=True, kw_only=True):
     """The change from version `base` (whose root is `base_root`) to the manifest's version."""
 
     base: Version
@@ -57,7 +57,7 @@ class Delta(_Wire):
     objects: Objects
 
 
-class Manifest(_Wire):
+class Manifest(_Wire, frozen=True, kw_only=True):
     """One version. `anchor` is None unless this version was also published in full;
     `anchor_version` is the newest version at or below this one that was."""
 
@@ -85,7 +85,7 @@ class Manifest(_Wire):
         return VersionRef(self.run_id, self.version, self.root)
 
 
-class RunRecord(_Wire):
+class RunRecord(_Wire, frozen=True, kw_only=True):
     """What a store holds, written once when the run starts.
 
     `assets` are the small files a replica needs to build the model and tokenizer

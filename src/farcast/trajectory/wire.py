@@ -20,11 +20,11 @@ MAX_TOKENS = 1 << 22
 MAX_TURNS = 1 << 14
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class Turn(_Wire):
+class Turn(_Wire, frozen=True, kw_only=True):
     """Tokens `start <= i < end` of the trajectory, said by `role`.
 
     `started` and `ended` are seconds since the epoch by the worker's clock: an interaction
@@ -38,7 +38,7 @@ class Turn(_Wire):
     ended: float = 0.0
 
 
-class Trajectory(_Wire):
+class Trajectory(_Wire, frozen=True, kw_only=True):
     """One episode.
 
     `token_ids`, `logprobs` and `loss_mask` have one entry per token, prompt included;
