@@ -16,6 +16,7 @@ a credential, a token or a signed URL.
     │   ├── StoreAccessError         credentials or permissions
     │   ├── StoreFullError           no space or quota left
     │   ├── StoreUnsupportedError    the store lacks what farcast needs (conditional create)
+    │   ├── InvalidKeyError          a key that no store is asked for (traversal, odd characters)
     │   ├── ObjectNotFoundError      no object under that key
     │   └── ObjectExistsError        a conditional create lost: the key was taken
     ├── LineageError
@@ -78,6 +79,10 @@ class StoreFullError(StoreError):
 
 class StoreUnsupportedError(StoreError):
     pass
+
+
+class InvalidKeyError(StoreError):
+    """Raised before any I/O: the key could leave the store, or is not portable between stores."""
 
 
 class ObjectNotFoundError(StoreError):
