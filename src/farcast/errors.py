@@ -28,9 +28,12 @@ a credential, a token or a signed URL.
     │   ├── TensorMismatchError      names, shapes or dtypes differ; nothing was written
     │   ├── TargetChangedError       the target moved between reading and writing
     │   └── TargetUncertainError     a commit failed and could not be undone: replace the engine
-    └── TrajectoryError
-        ├── BacklogFullError         (retry) the trainer is behind: wait
-        └── TrajectoryTooLargeError  one trajectory is over the limit
+    ├── TrajectoryError
+    │   ├── BacklogFullError         (retry) the trainer is behind: wait
+    │   ├── TrajectoryTooLargeError  one trajectory is over the limit
+    │   ├── BrokenBatchError         a batch in the store cannot be read: skip it, or stop
+    │   └── ScoringError             an environment failed at an answer: that episode is aborted
+    └── ProcessFailedError           a process of the run ended when it should not have
 """
 
 
@@ -139,3 +142,25 @@ class BacklogFullError(TrajectoryError):
 
 class TrajectoryTooLargeError(TrajectoryError):
     pass
+
+
+class BrokenBatchError(TrajectoryError):
+    """The batch `sequence` of `worker_id` is damaged, missing or not what its key says; the
+    cause says which. Nothing was taken from it."""
+
+    def __init__(self, message: str, *, worker_id: str, sequence: int) -> None:
+        super().__init__(message)
+        self.worker_id = worker_id
+        self.sequence = sequence
+
+
+class ScoringError(TrajectoryError):
+    pass
+
+
+class ProcessFailedError(FarcastError):
+    """Carries the exit status of the process that failed, where it had one."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,67 @@
+"""Options that several commands share, each with one meaning everywhere."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from farcast.errors import ConfigError
+
+Store = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="The run's store: a path, file://, s3://bucket/prefix, gs://, az://.",
+        show_default=False,
+    ),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the result to FILE as JSON."),
+]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        metavar="RATE,RTT",
+        help="Put the replica behind an emulated link, e.g. 100mbit,80ms.",
+    ),
+]
+Tied = Annotated[bool, typer.Option("--tied", hidden=True)]
+"""The process was started by a launcher: leave when standard input closes."""
+
+
+def check_writable(path: Path | None) -> None:
+    """Find out before the work, not after it, that the result cannot be written."""
+    if path is None:
+        return
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"The file {path} cannot be written ({error.strerror}); name another one."
+        ) from error
+
+
+def write_json(path: Path | None, result: msgspec.Struct | Mapping[str, Any]) -> None:
+    """Write a result as indented JSON, whole or not at all."""
+    if path is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    if path.exists() and not path.is_file():  # a pipe or a device has no place for a part file
+        path.write_bytes(text + b"\n")
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(text + b"\n")
+    part.replace(path)
+
+
+def name_of(path: Path) -> str:
+    """A run's name from a folder's: what a store key cannot hold becomes a dash."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).lstrip("._-")
+    return plain[:64] or "run"

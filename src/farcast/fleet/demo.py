@@ -1,0 +1,254 @@
+"""The demo's supervisor: who starts, who is killed, who joins late, and when.
+
+It watches the run only through its records in the store, as anybody could from anywhere, and
+reaches processes only through a `Launcher`. What has happened stands in an event log, so that a
+resumed run goes on with the schedule where it stopped. Refuses to hide a failure: a trainer that
+ends badly, or a fleet with nobody left in it, ends the run with that process's own words.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from farcast.config import RunConfig, decode_config, encode_config
+from farcast.errors import ProcessFailedError, StoreUnavailableError
+from farcast.fleet.events import EventKind, EventLog
+from farcast.fleet.launcher import Handle, Launcher, ProcessSpec, last_words
+from farcast.fleet.layout import RunFolder
+from farcast.fleet.observe import FleetObserver, FleetSnapshot, View
+from farcast.fleet.signals import StopRequest
+
+KILL_AT = 0.4
+JOIN_AT = 0.6
+LOOK_SECONDS = 0.3
+STOP_GRACE = 120.0
+"""A trainer asked to stop finishes its step and writes a checkpoint: a minute for a real model."""
+DRAIN_SECONDS = 60.0
+"""A replica sees that the trainer is done within seconds, but first ends what it samples."""
+
+
+class Moment(NamedTuple):
+    """Something to do once the trainer has taken `step` steps."""
+
+    step: int
+    action: Literal["kill", "join"]
+    replica: str
+
+
+class DemoSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a demo adds to a run; kept beside its configuration for a resumed sitting."""
+
+    workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    kill: bool = True
+    link: str | None = None
+
+
+class DemoPlan(NamedTuple):
+    """What this sitting does."""
+
+    config: RunConfig
+    settings: DemoSettings
+    folder: RunFolder
+    resume: bool
+
+    def replicas(self) -> list[str]:
+        return [f"r{number}" for number in range(1, self.settings.workers + 1)]
+
+    def schedule(self) -> list[Moment]:
+        """One replica is killed if another can carry on meanwhile; one joins late."""
+        steps, workers = self.config.train.steps, self.settings.workers
+        moments = [Moment(math.ceil(JOIN_AT * steps), "join", f"r{workers + 1}")]
+        if self.settings.kill and workers > 1:
+            moments.insert(0, Moment(math.ceil(KILL_AT * steps), "kill", "r1"))
+        return moments
+
+
+def new_plan(folder: RunFolder, config: RunConfig, settings: DemoSettings) -> DemoPlan:
+    """Make the run's folder; nothing is started."""
+    folder.create(config)
+    folder.demo.write_bytes(encode_config(settings))
+    return DemoPlan(config, settings, folder, resume=False)
+
+
+def resumed_plan(
+    folder: RunFolder,
+    *,
+    steps: int | None,
+    workers: int | None,
+    link: str | None,
+    kill: bool,
+) -> DemoPlan:
+    """The plan in `folder`, with what the user now asks for otherwise."""
+    config = folder.read_config()
+    settings = DemoSettings()
+    if folder.demo.exists():
+        settings = decode_config(folder.demo.read_bytes(), DemoSettings)
+    if steps is not None:
+        config = replace(config, train=replace(config.train, steps=steps))
+        folder.write_config(config)
+    settings = replace(
+        settings,
+        workers=settings.workers if workers is None else workers,
+        link=settings.link if link is None else link,
+        kill=settings.kill and kill,
+    )
+    return DemoPlan(config, settings, folder, resume=True)
+
+
+Outcome = Literal["done", "stopped"]
+
+
+class Supervisor:
+    """Runs a plan to its end, or until it is asked to stop."""
+
+    def __init__(
+        self, plan: DemoPlan, launcher: Launcher, observer: FleetObserver, view: View
+    ) -> None:
+        self._plan = plan
+        self._launcher = launcher
+        self._observer = observer
+        self._view = view
+        self._log = EventLog(plan.folder.events)
+        self._trainer: Handle | None = None
+        self._workers: dict[str, Handle] = {}
+        self._arrivals: set[str] = set()
+        """Started by the schedule, not seen serving yet."""
+        self._snapshot: FleetSnapshot | None = None
+
+    def run(self, stop: StopRequest) -> Outcome:
+        """Start everything, follow the schedule, and end with nothing left running."""
+        try:
+            pending = self._start()
+            while self._trainer_runs() and not stop.requested:
+                snapshot = self._look()
+                pending = self._follow(pending, snapshot)
+                self._greet(snapshot)
+                self._miss()
+                stop.wait(LOOK_SECONDS)
+            return self._stop() if stop.requested else self._drain()
+        finally:
+            self._launcher.close()
+
+    def _start(self) -> list[Moment]:
+        """Start the trainer and the replicas that should be there; return what is still to do."""
+        past = self._log.read()
+        for event in past:
+            self._view.event(event)
+        gone = {event.who for event in past if event.kind == "killed"}
+        joined = {event.who for event in past if event.kind == "joined"}
+        arguments = ["train", "--config", str(self._plan.folder.config)]
+        if self._plan.resume:
+            arguments.append("--resume")
+            self._event("resumed", "trainer")
+        self._trainer = self._launch("trainer", arguments)
+        for name in [*self._plan.replicas(), *sorted(joined)]:
+            if name not in gone:
+                self._start_worker(name)
+        return [m for m in self._plan.schedule() if m.replica not in gone | joined]
+
+    def _follow(self, pending: Sequence[Moment], snapshot: FleetSnapshot) -> list[Moment]:
+        """Do what is due; return what is not."""
+        for moment in pending:
+            if snapshot.step < moment.step:
+                continue
+            if moment.action == "kill" and moment.replica in self._workers:
+                self._launcher.kill(self._workers.pop(moment.replica))
+                self._event("killed", moment.replica, "SIGKILL, as planned")
+            elif moment.action == "join":
+                self._start_worker(moment.replica)
+                self._arrivals.add(moment.replica)
+        return [moment for moment in pending if snapshot.step < moment.step]
+
+    def _greet(self, snapshot: FleetSnapshot) -> None:
+        """Late replicas count as joined once they serve a verified version."""
+        for name in sorted(self._arrivals & snapshot.replicas.keys()):
+            version = snapshot.replicas[name].record.version
+            if version >= 0:
+                self._arrivals.remove(name)
+                self._event("joined", name, f"late, with version {version}")
+
+    def _miss(self) -> None:
+        """Notice replicas that left unasked; a run goes on as long as one is left."""
+        for name, handle in list(self._workers.items()):
+            status = self._launcher.poll(handle)
+            if status is None:
+                continue
+            del self._workers[name]
+            words = last_words(self._plan.folder.log(name))
+            self._event("failed" if status else "left", name, words if status else "")
+            if status and not self._workers:
+                raise ProcessFailedError(
+                    f"The last replica, {name}, ended with status {status}: {words}",
+                    exit_code=max(status, 1),
+                )
+
+    def _trainer_runs(self) -> bool:
+        handle = self._trainer
+        if handle is None:
+            return False
+        status = self._launcher.poll(handle)
+        if status in (None, 0):
+            return status is None
+        words = last_words(self._plan.folder.log("trainer")).removeprefix("farcast: ")
+        raise ProcessFailedError(
+            words or f"The trainer ended with status {status} without a word.",
+            exit_code=max(status or 1, 1),
+        )
+
+    def _drain(self) -> Outcome:
+        """The trainer is done: replicas see that in its record and leave by themselves."""
+        self._view.note("waiting for the replicas to leave")
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._workers and time.monotonic() < deadline:
+            self._greet(self._look())
+            self._miss()
+            time.sleep(LOOK_SECONDS)
+        for handle in self._workers.values():
+            self._launcher.stop(handle, grace=STOP_GRACE)
+        self._greet(self._look())
+        return "done"
+
+    def _stop(self) -> Outcome:
+        self._view.note("stopping: the trainer writes a checkpoint")
+        everybody = [*self._workers.values(), *([self._trainer] if self._trainer else [])]
+        for handle in everybody:
+            self._launcher.ask(handle)
+        for handle in everybody:
+            self._launcher.stop(handle, grace=STOP_GRACE)
+        self._look()
+        self._event("stopped", "trainer", "as asked")
+        return "stopped"
+
+    def _look(self) -> FleetSnapshot:
+        """The run now, or as it was last seen while the store cannot be reached."""
+        try:
+            self._snapshot = self._observer.look()
+        except StoreUnavailableError as error:
+            self._view.note(str(error))
+        if self._snapshot is None:
+            self._snapshot = FleetSnapshot(None, (), {}, time.time())
+        if not self._snapshot.steps:
+            words = last_words(self._plan.folder.log("trainer"))
+            self._view.note(words or "starting the trainer")
+        self._view.show(self._snapshot)
+        return self._snapshot
+
+    def _event(self, kind: EventKind, who: str, text: str = "") -> None:
+        snapshot = self._snapshot
+        step, version = (snapshot.step, snapshot.version) if snapshot else (0, -1)
+        self._view.event(self._log.add(kind, who, step=step, version=version, text=text))
+
+    def _start_worker(self, name: str) -> None:
+        arguments = ["worker", "--store", self._plan.config.store, "--id", name]
+        if self._plan.settings.link is not None:
+            arguments += ["--link", self._plan.settings.link]
+        self._workers[name] = self._launch(name, arguments)
+
+    def _launch(self, name: str, arguments: Sequence[str]) -> Handle:
+        return self._launcher.start(
+            ProcessSpec(name, tuple(arguments), self._plan.folder.log(name))
+        )

@@ -1,0 +1,162 @@
+"""Starts and ends the processes of a run.
+
+`Launcher` is the seam: the demo's schedule says what to start and when, a launcher says how.
+`LocalLauncher` runs them on this machine, each in a process group of its own (so that Ctrl-C
+reaches only the supervisor, which then stops them in order), each with its output in a log file,
+and each tied to this process: its standard input is a pipe that closes when this process ends,
+however it ends. Refuses to put anything but names, paths and numbers on a command line;
+credentials travel in the inherited environment.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from farcast.errors import ConfigError
+
+TIED_OPTION = "--tied"
+"""Given to children: leave when standard input closes."""
+
+QUIET_CHILD: Mapping[str, str] = {
+    # Two OpenMP pools on few cores spin against each other and run ten times slower.
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class ProcessSpec(NamedTuple):
+    """`arguments` follow `farcast` on the command line; output is appended to `log`."""
+
+    name: str
+    arguments: tuple[str, ...]
+    log: Path
+    environment: Mapping[str, str] = QUIET_CHILD
+
+
+class Handle(NamedTuple):
+    name: str
+    pid: int
+
+
+class Launcher(Protocol):
+    def start(self, spec: ProcessSpec) -> Handle: ...
+
+    def poll(self, handle: Handle) -> int | None:
+        """The exit status (negative: the signal that ended it), None while it runs."""
+        ...
+
+    def kill(self, handle: Handle) -> None:
+        """End it at once, as a lost machine would: it gets no chance to say so."""
+        ...
+
+    def ask(self, handle: Handle) -> None:
+        """Ask it to leave, and do not wait."""
+        ...
+
+    def stop(self, handle: Handle, *, grace: float) -> int:
+        """Ask it to leave unless it was asked, wait `grace` seconds, then kill it.
+
+        Returns the exit status.
+        """
+        ...
+
+    def close(self) -> None:
+        """Kill whatever still runs."""
+        ...
+
+
+class LocalLauncher:
+    """Processes of this machine: `python -m farcast ...`."""
+
+    def __init__(self) -> None:
+        self._running: dict[Handle, subprocess.Popen[bytes]] = {}
+        self._asked: set[Handle] = set()
+        """A second signal would cut short the leaving that the first one began."""
+
+    def start(self, spec: ProcessSpec) -> Handle:
+        command = [sys.executable, "-m", "farcast", *spec.arguments, TIED_OPTION]
+        try:
+            with spec.log.open("ab") as log:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **spec.environment},
+                    process_group=0,
+                )
+        except OSError as error:
+            raise ConfigError(
+                f"The process {spec.name} could not be started ({error.strerror}); "
+                f"check {spec.log.parent} and the limits of this account."
+            ) from error
+        handle = Handle(spec.name, process.pid)
+        self._running[handle] = process
+        return handle
+
+    def poll(self, handle: Handle) -> int | None:
+        return self._running[handle].poll()
+
+    def kill(self, handle: Handle) -> None:
+        self._running[handle].kill()
+        self._running[handle].wait()
+
+    def ask(self, handle: Handle) -> None:
+        if handle not in self._asked and self.poll(handle) is None:
+            self._asked.add(handle)
+            self._running[handle].send_signal(signal.SIGTERM)
+
+    def stop(self, handle: Handle, *, grace: float) -> int:
+        process = self._running[handle]
+        self.ask(handle)
+        try:
+            return process.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def close(self) -> None:
+        for process in self._running.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        self._running.clear()
+
+
+def leave_with_parent() -> None:
+    """Ask this process to stop once standard input closes: its parent has ended.
+
+    SIGTERM and not an exit, so that the process leaves the way it does when it is asked to.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="leave-with-parent", daemon=True).start()
+
+
+def last_words(log: Path, *, limit: int = 8192) -> str:
+    """The last line of a process's log that says something, "" when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - limit))
+            tail = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    lines = [line.strip() for line in tail.replace("\r", "\n").splitlines()]
+    return next((line for line in reversed(lines) if line), "")

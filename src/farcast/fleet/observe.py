@@ -1,0 +1,77 @@
+"""What a run looks like from outside: its records, gathered from the store.
+
+Reads only. Steps are listed from the last one seen, so a look at a long run costs a few
+small requests.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from farcast.fleet.events import FleetEvent
+from farcast.fleet.records import StepRecord, TrainerRecord
+from farcast.fleet.registry import Registry, Sighting
+
+SILENT_SECONDS = 10.0
+"""A replica writes its record about once a second; ten times that without one is silence."""
+
+
+class FleetSnapshot(NamedTuple):
+    """A run at one moment. `seen` is when, in seconds since the epoch by this machine's clock."""
+
+    trainer: TrainerRecord | None
+    steps: tuple[StepRecord, ...]
+    replicas: Mapping[str, Sighting]
+    seen: float
+
+    @property
+    def version(self) -> int:
+        """The newest published version, -1 before the first."""
+        return self.steps[-1].version if self.steps else -1
+
+    @property
+    def step(self) -> int:
+        return self.steps[-1].step if self.steps else 0
+
+    def staleness(self, replica: str) -> int | None:
+        """How many versions a replica serves behind the trainer's newest."""
+        served = self.replicas[replica].record.version
+        return None if served < 0 else max(0, self.version - served)
+
+    def silent(self, replica: str) -> bool:
+        """The replica still claims to work but has not said so for a while."""
+        sighting = self.replicas[replica]
+        return (
+            sighting.record.state not in ("stopped", "failed")
+            and self.seen - sighting.modified > SILENT_SECONDS
+        )
+
+
+class FleetObserver:
+    """Looks at one run again and again."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._steps: list[StepRecord] = []
+
+    def look(self) -> FleetSnapshot:
+        newest = self._steps[-1].version if self._steps else -1
+        self._steps.extend(self._registry.steps(after=newest))
+        return FleetSnapshot(
+            trainer=self._registry.trainer(),
+            steps=tuple(self._steps),
+            replicas=self._registry.replicas(),
+            seen=time.time(),
+        )
+
+
+class View(Protocol):
+    """Where a supervisor shows a run."""
+
+    def note(self, text: str) -> None:
+        """Long work before the first step: what it is doing."""
+        ...
+
+    def event(self, event: FleetEvent) -> None: ...
+
+    def show(self, snapshot: FleetSnapshot) -> None: ...

@@ -1,0 +1,135 @@
+"""Reads and writes the records of `fleet/` in a store.
+
+Every record is bounded when read, decoded strictly, and checked against the key it stood under,
+so that a stray object cannot pose as another replica's. Refuses to overwrite evidence: a step
+record or a receipt is put once, and a second one that says something else is an error.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from farcast.errors import FormatError, ObjectExistsError, ObjectNotFoundError, VersionConflictError
+from farcast.fleet.records import (
+    MAX_RECORD_BYTES,
+    Receipt,
+    ReplicaRecord,
+    StepRecord,
+    TrainerRecord,
+)
+from farcast.store.base import Store
+
+TRAINER_KEY = "fleet/trainer.json"
+REPLICAS_PREFIX = "fleet/replicas/"
+STEPS_PREFIX = "fleet/steps/"
+RECEIPTS_PREFIX = "fleet/receipts/"
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class Sighting(NamedTuple):
+    """A replica's record and when the store last saw it written (the store's clock)."""
+
+    record: ReplicaRecord
+    modified: float
+
+
+class Registry:
+    """The records of one run. Holds no state of its own, so any number may look at one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write_trainer(self, record: TrainerRecord) -> None:
+        self._store.put(TRAINER_KEY, msgspec.json.encode(record))
+
+    def trainer(self) -> TrainerRecord | None:
+        """The trainer's newest record, None before its first."""
+        return self._read(TRAINER_KEY, TrainerRecord)
+
+    def write_replica(self, record: ReplicaRecord) -> None:
+        self._store.put(f"{REPLICAS_PREFIX}{record.replica_id}.json", msgspec.json.encode(record))
+
+    def replicas(self) -> dict[str, Sighting]:
+        """Every replica that ever wrote a record, by id."""
+        seen = {}
+        for info in self._store.list(REPLICAS_PREFIX):
+            record = self._read(info.key, ReplicaRecord)
+            if record is None:
+                continue
+            _check_key(info.key, f"{REPLICAS_PREFIX}{record.replica_id}.json")
+            seen[record.replica_id] = Sighting(record, info.modified)
+        return seen
+
+    def put_step(self, record: StepRecord) -> None:
+        """Put a step's record once; the same record again is no error."""
+        self._put_once(_step_key(record.version), record, StepRecord)
+
+    def steps(self, *, after: int = -1) -> Iterator[StepRecord]:
+        """Step records with a version above `after`, in order of version."""
+        start = _step_key(after) if after >= 0 else None
+        for info in self._store.list(STEPS_PREFIX, start_after=start):
+            record = self._read(info.key, StepRecord)
+            if record is not None:
+                _check_key(info.key, _step_key(record.version))
+                yield record
+
+    def put_receipt(self, receipt: Receipt) -> None:
+        """Put a receipt once. A replica that restarts may commit a version a second time: the
+        first receipt stays, and only another root under the same version is an error."""
+        key = _receipt_key(receipt.replica_id, receipt.version)
+        try:
+            self._store.put(key, msgspec.json.encode(receipt), if_absent=True)
+        except ObjectExistsError:
+            held = self._read(key, Receipt)
+            if held is None or held.root != receipt.root:
+                raise VersionConflictError(
+                    f"Replica {receipt.replica_id} recorded two roots for version "
+                    f"{receipt.version}; give each replica an id of its own."
+                ) from None
+
+    def receipts(self) -> Iterator[Receipt]:
+        """Every receipt, by replica and then by version."""
+        for info in self._store.list(RECEIPTS_PREFIX):
+            receipt = self._read(info.key, Receipt)
+            if receipt is not None:
+                _check_key(info.key, _receipt_key(receipt.replica_id, receipt.version))
+                yield receipt
+
+    def _put_once(self, key: str, record: _T, kind: type[_T]) -> None:
+        try:
+            self._store.put(key, msgspec.json.encode(record), if_absent=True)
+        except ObjectExistsError:
+            if self._read(key, kind) != record:
+                raise VersionConflictError(
+                    f"{key} was already written with other contents; "
+                    "make sure that only one trainer runs on this store."
+                ) from None
+
+    def _read(self, key: str, kind: type[_T]) -> _T | None:
+        try:
+            data = self._store.get(key, max_bytes=MAX_RECORD_BYTES)
+        except ObjectNotFoundError:
+            return None
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.DecodeError as error:
+            raise FormatError(
+                f"The record {key} is not valid ({error}); delete it or restore it from a backup."
+            ) from error
+
+
+def _step_key(version: int) -> str:
+    return f"{STEPS_PREFIX}{version:012d}.json"
+
+
+def _receipt_key(replica_id: str, version: int) -> str:
+    return f"{RECEIPTS_PREFIX}{replica_id}/{version:012d}.json"
+
+
+def _check_key(found: str, expected: str) -> None:
+    if found != expected:
+        raise FormatError(
+            f"The record under {found} says it belongs under {expected}; remove the stray copy."
+        )
