@@ -3,13 +3,17 @@
 from farcast.store.base import ObjectInfo, Store
 from farcast.store.counting import CountingStore, Traffic
 from farcast.store.link import LinkedStore
+from farcast.store.memory import MemoryStore
 from farcast.store.opening import open_store
+from farcast.store.probe import probe_conditional_put
 
 __all__ = [
     "CountingStore",
     "LinkedStore",
+    "MemoryStore",
     "ObjectInfo",
     "Store",
     "Traffic",
     "open_store",
+    "probe_conditional_put",
 ]

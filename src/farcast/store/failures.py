@@ -1,13 +1,15 @@
 """Foreign errors become farcast's here, and nowhere else.
 
 Two sources: the operating system (`file://`) and obstore (everything else). Their own texts
-are never repeated, since they hold signed URLs, tokens and request headers; the original
-stays attached only as a kind ("errno ENOSPC", "status 403").
+are never repeated, since they hold signed URLs, tokens and request headers; only a kind is
+kept of them ("ENOSPC", "403 AccessDenied").
 """
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from farcast.errors import (
     IntegrityError,
@@ -18,6 +20,7 @@ from farcast.errors import (
     StoreError,
     StoreFullError,
     StoreUnavailableError,
+    StoreUnsupportedError,
 )
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -77,4 +80,103 @@ def from_os_error(error: OSError, url: str, key: str) -> StoreError:
         )
     return StoreUnavailableError(
         f"The store {url} failed at {key!r} with {name}; check the disk and try again."
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a remote store is, for messages: its URL without secrets, its endpoint if it is not
+    the provider's own, and whether puts carry the extra checksum headers."""
+
+    url: str
+    endpoint: str = ""
+    checksums: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.url} at {self.endpoint}" if self.endpoint else self.url
+
+
+_STATUS = re.compile(r"status code: (\d{3})\b")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_NO_BUCKET = re.compile(
+    r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|specified bucket does not exist"
+)
+_NO_CREDENTIALS = re.compile(
+    r"169\.254\.169\.254|metadata\.google\.internal|[Cc]redential provider|application_default"
+)
+_REFUSED_CREDENTIALS = re.compile(
+    r"ExpiredToken|InvalidAccessKeyId|InvalidToken|TokenRefreshRequired|SignatureDoesNotMatch"
+    r"|RequestTimeTooSkewed|AuthenticationFailed|InvalidClientTokenId|RequestExpired"
+)
+_WRONG_REGION = re.compile(
+    r"AuthorizationHeaderMalformed|PermanentRedirect|redirect without LOCATION"
+)
+_FULL_CODES = re.compile(r"QuotaExceeded|StorageFull|InsufficientStorage|NoSpaceLeft")
+
+_CHECKSUM_HINT = (
+    " An older server may refuse the extra checksum headers: if so, set checksum='when_required'."
+)
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status in what obstore raised, or None when there was no answer."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def from_obstore_error(error: Exception, place: Place, key: str) -> StoreError:
+    """The farcast error for what obstore raised about `key`; holds none of its text."""
+    text, status = str(error), status_of(error)
+    code = _CODE.search(text)
+    answer = " ".join(filter(None, [str(status or ""), code[1] if code else ""]))
+    if _NO_BUCKET.search(text):
+        return StoreAccessError(
+            f"The bucket or container of {place} does not exist; create it or correct the URL."
+        )
+    if isinstance(error, FileNotFoundError):
+        return not_found(place.url, key)
+    if status == 507 or _FULL_CODES.search(text):
+        return StoreFullError(
+            f"No space or quota is left in {place} ({answer}) and {key!r} was not written; "
+            "free some and start again."
+        )
+    if _WRONG_REGION.search(text):
+        return StoreAccessError(
+            f"{place} is not in the region that was asked ({answer}); set the option region."
+        )
+    if status in (401, 403) or _REFUSED_CREDENTIALS.search(text) or _NO_CREDENTIALS.search(text):
+        return _access_error(text, place, key, answer)
+    if status is None or status >= 500 or status in (408, 425, 429):
+        return _unavailable(status, place, key, answer)
+    return StoreUnsupportedError(
+        f"{place} refuses a request for {key!r} ({answer}); check that it is an object store "
+        f"of this kind.{_CHECKSUM_HINT if place.checksums else ''}"
+    )
+
+
+def _access_error(text: str, place: Place, key: str, answer: str) -> StoreAccessError:
+    if _NO_CREDENTIALS.search(text):
+        return StoreAccessError(
+            f"No usable credentials were found for {place}; set them in the environment or as "
+            "options, or look why the credential provider failed."
+        )
+    return StoreAccessError(
+        f"{place} refuses these credentials for {key!r} ({answer}); check the key, its expiry "
+        f"and its permissions.{_CHECKSUM_HINT if place.checksums else ''}"
+    )
+
+
+def _unavailable(status: int | None, place: Place, key: str, answer: str) -> StoreError:
+    if status is None:
+        return StoreUnavailableError(
+            f"{place} cannot be reached or broke off at {key!r}; check address and network, "
+            "then try again."
+        )
+    if status == 501:
+        return StoreUnsupportedError(
+            f"{place} does not implement a request that farcast needs ({answer} at {key!r})."
+            f"{_CHECKSUM_HINT if place.checksums else ' Use another store.'}"
+        )
+    return StoreUnavailableError(
+        f"{place} answers {answer} at {key!r} after several tries; try again later."
     )

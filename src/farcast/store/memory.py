@@ -6,7 +6,7 @@ Refuses nothing that the other stores allow; holds everything in memory and forg
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from farcast.errors import ObjectExistsError
 from farcast.store.base import ObjectInfo
@@ -18,8 +18,9 @@ from farcast.store.keys import check_key, check_prefix, check_range
 class MemoryStore:
     """A store private to whoever holds the object."""
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", *, clock: Callable[[], float] = time.time) -> None:
         self._name = name
+        self._clock = clock
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, float]] = {}
 
@@ -36,7 +37,7 @@ class MemoryStore:
         with self._lock:
             if if_absent and key in self._objects:
                 raise ObjectExistsError(f"{self.url} already has an object {key!r}.")
-            self._objects[key] = content, time.time()
+            self._objects[key] = content, self._clock()
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
         data = self._find(key)

@@ -28,7 +28,7 @@ _named_lock = threading.Lock()
 def open_store(url: str | Path, **options: Any) -> Store:
     """Open the store at `url`; nothing is read or written yet.
 
-    Options for s3, gs and az are listed at `farcast.store.remote.RemoteOptions`; file and
+    Options for s3, gs and az are listed at `farcast.store.options.RemoteOptions`; file and
     memory take none. Raises `ConfigError` for a URL or an option it does not know.
     """
     scheme, rest = _split(url)
@@ -38,7 +38,7 @@ def open_store(url: str | Path, **options: Any) -> Store:
                 f"A {scheme} store takes no options, not {', '.join(sorted(options))}; remove them."
             )
         return _open_folder(rest) if scheme == "file" else _open_memory(rest)
-    from farcast.store.remote import open_remote
+    from farcast.store.options import open_remote
 
     return open_remote(scheme, rest, options)
 

@@ -1,0 +1,147 @@
+"""Real object-store servers for tests, each started on free ports of this machine and stopped
+by its context. Independent programs, so that a shared misreading of S3 cannot pass for right.
+"""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farcast.errors import StoreError
+from farcast.store import Store, open_store
+
+SECRET = "SENTINELSECRET"
+"""The secret key of every test server: it must turn up in no message, log or record."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """An S3 bucket on a test server; `options` open it."""
+
+    name: str
+    endpoint: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "access_key_id": "testkey",
+            "secret_access_key": SECRET,
+        }
+
+    def open(self, prefix: str = "", **options: Any) -> Store:
+        return open_store(f"s3://{self.name}/{prefix}".rstrip("/"), **{**self.options, **options})
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, below those that systems hand out for outgoing connections."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def seaweed(folder: Path) -> Iterator[Bucket]:
+    """SeaweedFS with its S3 gateway, data below `folder`, and one bucket."""
+    program = shutil.which("weed") or str(Path(sys.executable).with_name("weed"))
+    ports = free_ports(8)
+    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
+    names += ("filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
+    config = folder / "s3.json"
+    identity = {
+        "name": "test",
+        "credentials": [{"accessKey": "testkey", "secretKey": SECRET}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    config.write_text(json.dumps({"identities": [identity]}))
+    command = [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command += ["-filer", "-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += ["-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64"]
+    command += [f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"]
+    command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
+    bucket = Bucket("farcast", f"http://127.0.0.1:{ports[6]}")
+    with (folder / "weed.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    try:
+        _wait_for_port(ports[6], process)
+        _make_bucket(bucket)
+        _wait_for_write(bucket)
+        yield bucket
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[Bucket]:
+    """moto's S3 server, in threads of this process."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        bucket = Bucket("farcast", f"http://{host}:{port}")
+        _make_bucket(bucket)
+        yield bucket
+    finally:
+        server.stop()
+
+
+def _make_bucket(bucket: Bucket) -> None:
+    """Create the bucket by a signed URL: obstore signs, any HTTP client can send it."""
+    from datetime import timedelta
+    from urllib.request import Request, urlopen
+
+    import obstore
+    from obstore.store import S3Store
+
+    signer = S3Store(
+        bucket.name,
+        endpoint=bucket.endpoint,
+        region="us-east-1",
+        access_key_id="testkey",
+        secret_access_key=SECRET,
+        client_options={"allow_http": True},
+    )
+    url = obstore.sign(signer, "PUT", "", timedelta(minutes=1))
+    with urlopen(Request(url, method="PUT"), timeout=30):
+        return
+
+
+def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise RuntimeError("the server does not listen")
+
+
+def _wait_for_write(bucket: Bucket) -> None:
+    """A volume is made by the first write, which may come too early for it."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            bucket.open("started").put("first", b"x")
+            return
+        except StoreError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
