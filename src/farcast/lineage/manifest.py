@@ -11,6 +11,7 @@ Keys, all below the store's prefix (one prefix holds one run):
     versions/000000000012.json       Manifest of version 12, put once
     objects/<blake3 hex>             delta containers and assets, put once
     trajectories/<worker>/<seq>      batches of trajectories, put once
+    workers/<worker>                 put once by a worker before its first batch
     fleet/...                        records that are rewritten: who is alive, what the trainer read
 """
 
