@@ -1,0 +1,255 @@
+"""The worker's end of the way home: trajectories are durable in the store when `submit` returns.
+
+Rules for writers:
+
+1. A batch is put under `trajectories/<worker>/<sequence>` by a conditional create, never over
+   another object. Sequences have no gap: number n+1 is tried only once n is known to be taken.
+2. A number that turns out to be taken is read: equal bytes are this writer's own (a reply was
+   lost), other bytes are another process with the same worker id, and the next number is tried.
+3. An id that a batch of this worker already holds is not written again. A process knows the ids
+   it wrote, those it met under rule 2, and after a start those of its last `RECALLED_BATCHES`.
+
+Refuses to buffer: what cannot be put raises, and submitting it again is always safe. Refuses
+to write further ahead of the reader than its bound.
+"""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from farcast.errors import (
+    BacklogFullError,
+    FormatError,
+    IntegrityError,
+    LimitError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
+from farcast.store.base import Store
+from farcast.trajectory.encoding import MAX_BATCH_BYTES, Payload, decode_batch, pack, seal
+from farcast.trajectory.keys import (
+    batch_key,
+    batches_prefix,
+    checked_name,
+    sequence_of,
+    worker_key,
+)
+from farcast.trajectory.wire import Trajectory
+
+DEFAULT_BATCH_BYTES = 1 << 23
+"""8 MiB go up a 100 Mbit/s line in 0.7 s: a batch lost in transit costs no more than that."""
+
+RECALLED_BATCHES = 16
+"""What a worker that starts again reads of its own: more than it can have had in flight."""
+
+REMEMBERED_IDS = 1 << 16
+
+_POLL_SECONDS = 0.2
+
+
+class Backlog(NamedTuple):
+    """What this worker wrote and the trainer has not read."""
+
+    batches: int
+    bytes: int
+
+
+class TrajectorySender:
+    """Submits one worker's trajectories. Safe to use from several threads.
+
+    `position_of_reader` returns the next sequence number of this worker that the trainer will
+    read (None while it is not known); with it, at most `max_backlog` batches and
+    `max_backlog_bytes` stay unread. A full backlog raises `BacklogFullError` after
+    `wait_seconds`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        worker_id: str,
+        *,
+        max_batch_bytes: int = DEFAULT_BATCH_BYTES,
+        max_backlog: int | None = None,
+        max_backlog_bytes: int | None = None,
+        position_of_reader: Callable[[], int | None] | None = None,
+        wait_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._run_id = checked_name("run", run_id)
+        self._worker_id = checked_name("worker", worker_id)
+        self._max_batch_bytes = min(max_batch_bytes, MAX_BATCH_BYTES)
+        self._max_backlog = max_backlog
+        self._max_backlog_bytes = max_backlog_bytes
+        self._position_of_reader = position_of_reader
+        self._wait_seconds = wait_seconds
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.RLock()
+        self._opened = False
+        self._next = 0
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._unread: deque[tuple[int, int]] = deque()
+        self.bytes_sent = 0
+
+    @property
+    def worker_id(self) -> str:
+        return self._worker_id
+
+    @property
+    def next_sequence(self) -> int:
+        """The number that the next batch will try first."""
+        with self._lock:
+            self._open()
+            return self._next
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Durable on return; a second call with the same id does nothing."""
+        self.submit_many((trajectory,))
+
+    def submit_many(self, trajectories: Iterable[Trajectory]) -> None:
+        """Submit several, in as few batches as the limit allows, each wholly or not at all.
+
+        Raises `TrajectoryTooLargeError` or `FormatError` before anything is written. After
+        any other error some batches may be durable; call again with the same trajectories.
+        """
+        with self._lock:
+            self._open()
+            fresh = self._unknown(trajectories)
+            if not fresh:
+                return
+            for payload in pack(fresh, run_id=self._run_id, max_bytes=self._max_batch_bytes):
+                self._wait_for_room(payload.size)
+                self._write(payload)
+
+    def backlog(self) -> Backlog:
+        """Batches of this worker that the trainer has not read, as far as is known here."""
+        with self._lock:
+            self._open()
+            position = self._reader()
+            while self._unread and self._unread[0][0] < position:
+                self._unread.popleft()
+            return Backlog(len(self._unread), sum(size for _, size in self._unread))
+
+    def is_full(self, coming_bytes: int = 0) -> bool:
+        """Whether the bound leaves no room for one more batch. An object larger than the whole
+        bound may go when nothing else is unread, or it could never go."""
+        batches, size = self.backlog()
+        if self._max_backlog is not None and batches >= self._max_backlog:
+            return True
+        if self._max_backlog_bytes is None or not batches:
+            return False
+        return size + coming_bytes > self._max_backlog_bytes
+
+    def _reader(self) -> int:
+        position = self._position_of_reader() if self._position_of_reader else None
+        return 0 if position is None else position
+
+    def _unknown(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+        fresh: dict[str, Trajectory] = {}
+        for trajectory in trajectories:
+            if trajectory.worker_id != self._worker_id:
+                raise FormatError(
+                    f"Trajectory {str(trajectory.id)[:130]} says it is of another worker than "
+                    f"{self._worker_id}; submit it through that worker's sender."
+                )
+            if trajectory.id not in self._known:
+                fresh.setdefault(trajectory.id, trajectory)
+        return list(fresh.values())
+
+    def _wait_for_room(self, size: int) -> None:
+        deadline = self._clock() + self._wait_seconds
+        while self.is_full(size):
+            if self._clock() >= deadline:
+                batches, unread = self.backlog()
+                raise BacklogFullError(
+                    f"The trainer has not read {batches} batches ({unread} bytes) of worker "
+                    f"{self._worker_id}; wait until it has, then submit again."
+                )
+            self._sleep(_POLL_SECONDS)
+
+    def _write(self, payload: Payload) -> None:
+        todo = [payload]
+        while todo:
+            payload = todo.pop(0)
+            self._next = max(self._next, self._reader())
+            data = seal(payload, self._next)
+            if self._create(data):
+                self._note(payload.trajectories, len(data))
+                continue
+            rest = self._unknown(payload.trajectories)
+            if len(rest) == len(payload.trajectories):
+                todo.insert(0, payload)
+            elif rest:
+                todo[:0] = pack(rest, run_id=self._run_id, max_bytes=self._max_batch_bytes)
+
+    def _create(self, data: bytes) -> bool:
+        """Put `data` under the next number. False when another process holds that number; its
+        ids are then known and the number is passed."""
+        key = batch_key(self._worker_id, self._next)
+        try:
+            self._store.put(key, data, if_absent=True)
+        except ObjectExistsError:
+            held = self._held(self._next)
+            if held != data:
+                self._note(self._contents(held), len(held))
+                return False
+        self.bytes_sent += len(data)
+        return True
+
+    def _note(self, trajectories: Sequence[Trajectory], size: int) -> None:
+        """The batch under the next number is durable."""
+        self._unread.append((self._next, size))
+        self._next += 1
+        for trajectory in trajectories:
+            self._known[trajectory.id] = None
+        while len(self._known) > REMEMBERED_IDS:
+            self._known.popitem(last=False)
+
+    def _held(self, sequence: int) -> bytes:
+        """What stands under a number that is taken. Nothing, when it was read and deleted in the
+        meantime: the number is behind the reader then, and never used again."""
+        try:
+            return self._store.get(batch_key(self._worker_id, sequence), max_bytes=MAX_BATCH_BYTES)
+        except (ObjectNotFoundError, LimitError):
+            return b""
+
+    @staticmethod
+    def _contents(data: bytes) -> tuple[Trajectory, ...]:
+        try:
+            return decode_batch(data).trajectories
+        except (FormatError, IntegrityError):
+            # Damaged bytes hold no id that counts; the reader reports them, and the number
+            # is taken all the same.
+            return ()
+
+    def _open(self) -> None:
+        """Find where this worker stopped: one list of its own prefix, then its last batches."""
+        if self._opened:
+            return
+        found = [
+            (sequence, info.size)
+            for info in self._store.list(batches_prefix(self._worker_id))
+            if (sequence := sequence_of(self._worker_id, info.key)) is not None
+        ]
+        self._unread.clear()
+        for sequence, size in found:
+            self._next = sequence
+            recalled: tuple[Trajectory, ...] = ()
+            if sequence >= found[-1][0] - RECALLED_BATCHES + 1:
+                recalled = self._contents(self._held(sequence))
+            self._note(recalled, size)
+        self._next = max(self._next, self._reader())
+        self._announce()
+        self._opened = True
+
+    def _announce(self) -> None:
+        """Durable before the first batch, so that no acknowledged batch is out of sight."""
+        try:
+            self._store.put(worker_key(self._worker_id), b"", if_absent=True)
+        except ObjectExistsError:
+            return
