@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,28 +78,69 @@ def seaweed(folder: Path) -> Iterator[Bucket]:
         _wait_for_write(bucket)
         yield bucket
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _stop(process)
 
 
 @contextlib.contextmanager
 def moto() -> Iterator[Bucket]:
-    """moto's S3 server, in threads of this process."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    """moto's S3 server: quick, but takes any credentials and bad checksums."""
+    (port,) = free_ports(1)
+    program = str(Path(sys.executable).with_name("moto_server"))
+    process = subprocess.Popen(
+        [program, "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    bucket = Bucket("farcast", f"http://127.0.0.1:{port}")
     try:
-        host, port = server.get_host_and_port()
-        bucket = Bucket("farcast", f"http://{host}:{port}")
+        _wait_for_port(port, process)
         _make_bucket(bucket)
         yield bucket
     finally:
-        server.stop()
+        _stop(process)
+
+
+@contextlib.contextmanager
+def azurite(folder: Path) -> Iterator[Callable[[str], Store]]:
+    """Azurite, Microsoft's Azure emulator, fetched by npm; yields `open(prefix)`."""
+    if shutil.which("npm") is None:
+        import pytest
+
+        pytest.skip("npm is not installed")
+    install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
+    subprocess.run([*install, "azurite@3.35.0"], check=True, timeout=300)
+    (port,) = free_ports(1)
+    command = [str(folder / "node_modules/.bin/azurite-blob"), "--silent", "--location"]
+    command += [str(folder / "data"), "--blobHost", "127.0.0.1", "--blobPort", str(port)]
+    # The account and key that every Azurite has, printed in its manual.
+    account = "devstoreaccount1"
+    key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    options = {
+        "endpoint": f"http://127.0.0.1:{port}/{account}",
+        "account_name": account,
+        "account_key": key,
+    }
+    process = subprocess.Popen([*command, "--skipApiVersionCheck"])
+    try:
+        _wait_for_port(port, process)
+        _make_container(options, "farcast")
+        yield lambda prefix: open_store(f"az://farcast/{prefix}", **options)
+    finally:
+        _stop(process)
+
+
+def _make_container(options: dict[str, str], name: str) -> None:
+    from datetime import timedelta
+    from urllib.request import Request, urlopen
+
+    import obstore
+    from obstore.store import AzureStore
+
+    signer = AzureStore(name, config=options, client_options={"allow_http": True})
+    url = obstore.sign(signer, "PUT", "x", timedelta(minutes=1))
+    print(url)
+    with urlopen(Request(url, method="PUT"), timeout=30):
+        return
 
 
 def _make_bucket(bucket: Bucket) -> None:
@@ -121,6 +162,12 @@ def _make_bucket(bucket: Bucket) -> None:
     url = obstore.sign(signer, "PUT", "", timedelta(minutes=1))
     with urlopen(Request(url, method="PUT"), timeout=30):
         return
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Nothing it holds is needed any more, and asking politely takes SeaweedFS ten seconds."""
+    process.kill()
+    process.wait()
 
 
 def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:

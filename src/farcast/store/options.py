@@ -134,6 +134,7 @@ def _store(
         patience=Patience(retries=options.retries, timeout=options.timeout),
         allow_http=_http_allowed(options),
         renewable=options.credentials is not None,
+        tree_lists=url.startswith("s3:") and bool(options.endpoint),
     )
     failure: ConfigError | None = None
     try:

@@ -12,7 +12,7 @@ machine unless told to.
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -38,6 +38,7 @@ from farcast.store.failures import (
     status_of,
 )
 from farcast.store.keys import SEGMENT_PATTERN, check_key, check_prefix, check_range
+from farcast.store.listing import early_offset, in_key_order
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -125,7 +126,10 @@ class _Connections:
 
 
 class RemoteStore:
-    """A bucket's prefix. Made by `farcast.store.options.open_remote`."""
+    """A bucket's prefix. Made by `farcast.store.options.open_remote`.
+
+    `tree_lists`: the server may list folder by folder instead of by key.
+    """
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class RemoteStore:
         patience: Patience,
         allow_http: bool,
         renewable: bool,
+        tree_lists: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._place = place
@@ -143,6 +148,7 @@ class RemoteStore:
         self._connections = _Connections(connect, patience, allow_http=allow_http)
         self._retries = patience.retries
         self._renewable = renewable
+        self._tree_lists = tree_lists
         self._sleep = sleep
 
     @property
@@ -257,41 +263,42 @@ class RemoteStore:
         return True
 
     def _list(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        offset = early_offset(prefix, start_after) if self._tree_lists else start_after or None
+        listing = self._listing(prefix, offset)
         last = start_after
-        for page in self._pages(prefix, start_after):
-            for info in page:
-                if info.key <= start_after or not _is_key(info.key):
-                    continue
-                if info.key <= last:
-                    raise StoreUnsupportedError(
-                        f"{self.url} lists keys out of order ({info.key!r} after {last!r}); "
-                        "use a bucket whose lists are sorted (not an S3 directory bucket)."
-                    )
-                last = info.key
-                yield info
+        for info in in_key_order(listing, prefix) if self._tree_lists else listing:
+            if info.key <= start_after:
+                continue
+            if info.key <= last:
+                raise StoreUnsupportedError(
+                    f"{self.url} lists keys out of order ({info.key!r} after {last!r}); "
+                    "use a bucket whose lists are sorted (not an S3 directory bucket)."
+                )
+            last = info.key
+            yield info
 
-    def _pages(self, prefix: str, start_after: str) -> Iterator[Sequence[ObjectInfo]]:
-        """Pages of a list. A page that fails is asked for again by obstore, not here: the
-        keys already given must not come twice."""
-        cut = len(self._prefix)
+    def _listing(self, prefix: str, offset: str | None) -> Iterator[ObjectInfo]:
+        """Keys below `prefix` in the server's order. A page that fails is asked for again by
+        obstore, not here: the keys already given must not come twice."""
         below = self._prefix + prefix
-        offset = self._prefix + start_after if start_after else None
         stream = self._call(
             "small",
             prefix,
-            lambda store: iter(
-                obstore.list(store, below.rstrip("/") or None, offset=offset, chunk_size=1000)
+            lambda store: obstore.list(
+                store,
+                below.rstrip("/") or None,
+                offset=None if offset is None else self._prefix + offset,
+                chunk_size=1000,
             ),
         )
         while True:
             page = self._call("small", prefix, lambda _: next(stream, None), renew=False)
             if page is None:
                 return
-            yield [
-                ObjectInfo(meta["path"][cut:], meta["size"], meta["last_modified"].timestamp())
-                for meta in page
-                if meta["path"].startswith(below)
-            ]
+            for meta in page:
+                key = meta["path"].removeprefix(self._prefix)
+                if meta["path"].startswith(below) and _is_key(key):
+                    yield ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
 
     def _call(
         self, use: Use, key: str, action: Callable[["ObjectStore"], _T], *, renew: bool = True

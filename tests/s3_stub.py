@@ -1,0 +1,173 @@
+"""As much of S3 as one bucket needs, in this process, so that a test can script its answers.
+
+`respond` is asked first about every request; what it returns is sent as it is. `honest=False`
+ignores conditional creates, as several gateways do.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+from farcast.store import Store, open_store
+from servers import SECRET
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request. `access_key` is who signed it."""
+
+    method: str
+    key: str
+    headers: dict[str, str]
+    access_key: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    code: str = "TestAnswer"
+    store: bool = False
+    """Act on a put before answering."""
+    drop: bool = False
+    """Close the connection instead of answering."""
+
+
+@dataclass
+class S3Stub:
+    honest: bool = True
+    respond: Callable[[Seen], Answer | None] = lambda _: None
+    seen: list[Seen] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __enter__(self) -> "S3Stub":
+        handler = type("Handler", (_Handler,), {"stub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def open(self, prefix: str = "run", **options: Any) -> Store:
+        defaults = {
+            "endpoint": self.endpoint,
+            "access_key_id": "testkey",
+            "secret_access_key": SECRET,
+            "retries": 2,
+        }
+        return open_store(f"s3://bucket/{prefix}", **{**defaults, **options})
+
+    def methods(self) -> list[str]:
+        return [seen.method for seen in self.seen]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    stub: S3Stub
+    protocol_version = "HTTP/1.1"
+
+    def handle_one(self) -> None:
+        url = urlsplit(self.path)
+        key = unquote(url.path).removeprefix("/bucket").lstrip("/")
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        signer = (self.headers.get("Authorization") or "").partition("Credential=")[2]
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        seen = Seen(self.command, key, headers, signer.partition("/")[0])
+        with self.stub.lock:
+            self.stub.seen.append(seen)
+            answer = self.stub.respond(seen)
+            if answer is not None and answer.store:
+                self.stub.objects[key] = body
+        if answer is not None and answer.drop:
+            self.close_connection = True
+            return
+        if answer is not None:
+            self._send(answer.status, _error(answer.code))
+        elif self.command == "PUT":
+            self._put(key, body)
+        elif self.command == "DELETE":
+            with self.stub.lock:
+                self.stub.objects.pop(key, None)
+            self._send(204, b"")
+        elif key:
+            self._get(key)
+        else:
+            self._list(parse_qs(url.query))
+
+    do_GET = do_HEAD = do_PUT = do_DELETE = do_POST = handle_one
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _put(self, key: str, body: bytes) -> None:
+        with self.stub.lock:
+            guarded = self.headers.get("If-None-Match") == "*" and self.stub.honest
+            taken = guarded and key in self.stub.objects
+            if not taken:
+                self.stub.objects[key] = body
+        if taken:
+            self._send(412, _error("PreconditionFailed"))
+        else:
+            self._send(200, b"", {"ETag": f'"{hash(body)}"'})
+
+    def _get(self, key: str) -> None:
+        data = self.stub.objects.get(key)
+        if data is None:
+            self._send(404, _error("NoSuchKey"))
+            return
+        headers = {"ETag": f'"{hash(data)}"', "Last-Modified": formatdate(usegmt=True)}
+        asked = self.headers.get("Range")
+        if asked is None:
+            self._send(200, data, headers)
+            return
+        first, last = asked.removeprefix("bytes=").split("-")
+        start, end = int(first), min(int(last) + 1, len(data))
+        if start >= len(data):
+            self._send(416, _error("InvalidRange"))
+            return
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        self._send(206, data[start:end], headers)
+
+    def _list(self, query: dict[str, list[str]]) -> None:
+        prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
+        keys = sorted(k for k in self.stub.objects if k.startswith(prefix) and k > after)
+        rows = "".join(
+            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.stub.objects[key])}</Size>"
+            "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>x</ETag></Contents>"
+            for key in keys
+        )
+        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
+        self._send(200, text.encode())
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _error(code: str) -> bytes:
+    return f"<Error><Code>{code}</Code><Message>{SECRET} leaks</Message></Error>".encode()
