@@ -103,12 +103,17 @@ def test_every_way_to_count_wrongly_is_listed() -> None:
             step(2, 2, consumed=("twice", "ghost"), dropped={"stale": ("both",)}),
         ]
     )
-    assert account(["twice", "both", "again", "again"], steps).differences == (
-        "trajectory again was submitted twice",
+    assert account(["twice", "both", "again"], steps).differences == (
         "trajectory twice was trained on twice",
         "trajectory both was trained on and dropped",
         "trajectory ghost was counted but is not in the store",
     )
+
+
+def test_a_trajectory_written_again_after_a_lost_answer_counts_once() -> None:
+    counted = account(["t1", "t1"], effective_steps([step(0, 0), step(1, 1, consumed=("t1",))]))
+    assert counted.differences == ()
+    assert (counted.submitted, counted.consumed, counted.resent) == (1, 1, 1)
 
 
 def test_one_cause_makes_a_bounded_list() -> None:

@@ -131,6 +131,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Where every submitted trajectory went."""
 
     submitted: int
+    resent: int
+    """Written a second time by a worker that lost an answer; readers know them by their id."""
     consumed: int
     stale: int
     """Left out because their tokens were too old, those not read by the end included."""
@@ -150,7 +152,6 @@ def account(submitted: Iterable[str], steps: Effective) -> Account:
     for record in steps.kept:
         reasons.update({reason: len(ids) for reason, ids in record.dropped.items()})
     differences = [
-        *_listed("was submitted twice", (i for i, n in given.items() if n > 1)),
         *_listed("was trained on twice", (i for i, n in used.items() if n > 1)),
         *_listed("was dropped twice", (i for i, n in left.items() if n > 1)),
         *_listed("was trained on and dropped", used.keys() & left.keys()),
@@ -159,6 +160,7 @@ def account(submitted: Iterable[str], steps: Effective) -> Account:
     unread = given.keys() - used.keys() - left.keys()
     return Account(
         submitted=len(given),
+        resent=given.total() - len(given),
         consumed=len(used),
         stale=len(given) - len(used),
         dropped=dict(sorted(reasons.items())),

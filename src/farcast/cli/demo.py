@@ -1,0 +1,167 @@
+"""`farcast demo`: the whole thing on one machine, watched and verified."""
+
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from farcast.cli import options
+from farcast.config import parse_link
+from farcast.fleet.layout import RunFolder, fresh, newest
+from farcast.fleet.presets import DEFAULT_MODEL, PRESETS, run_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from farcast.fleet.demo import DemoPlan, Outcome
+
+DEFAULT_OUT = Path("runs/demo")
+EXIT_INTERRUPTED = 130
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(PRESETS)}, or a local Hugging Face folder.")
+    ] = DEFAULT_MODEL,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps. [default: the model's preset]")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Replicas at the start. [default: 2]")
+    ] = None,
+    link: options.Link = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of tasks and sampling.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help=f"Folder of this run. [default: {DEFAULT_OUT}, {DEFAULT_OUT}-2, ...]",
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where both sides meet. [default: a folder in --out]"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, or with the newest.")
+    ] = False,
+    no_kill: Annotated[
+        bool, typer.Option("--no-kill", help="Do not kill a replica midway.")
+    ] = False,
+    json: options.Json = None,
+) -> None:
+    """Train a real model here, with rollouts in other processes behind the store.
+
+    One trainer and two replicas share nothing but an object store. Midway one replica is killed
+    and a third joins late. At the end every version is rebuilt from the store and compared with
+    what the trainer and the replicas recorded. Ctrl-C stops in order; --resume goes on.
+
+    ```
+    farcast demo                             # SmolLM2-135M, about ten minutes
+    farcast demo --model tiny --steps 8      # the same job in about a minute
+    farcast demo --link 100mbit,80ms         # replicas behind an emulated link
+    farcast demo --resume                    # after Ctrl-C
+    ```
+    """
+    from rich.console import Console
+
+    from farcast.fleet.demo import DemoSettings, new_plan, resumed_plan
+    from farcast.store import open_store
+
+    options.check_writable(json)
+    if link is not None:
+        parse_link(link)
+    if resume:
+        folder = newest(DEFAULT_OUT) if out is None else RunFolder(out)
+        plan = resumed_plan(folder, steps=steps, workers=workers, link=link, kill=not no_kill)
+    else:
+        folder = fresh(DEFAULT_OUT) if out is None else RunFolder(out)
+        config = run_config(
+            model,
+            run_id=f"{options.name_of(folder.path)}-{secrets.token_hex(3)}",
+            store=store or folder.store.as_uri(),
+            out=folder.path,
+            steps=steps,
+            seed=seed,
+        )
+        open_store(config.store)  # a bad URL is found before anything is written
+        settings = DemoSettings(workers=workers or 2, link=link, kill=not no_kill)
+        plan = new_plan(folder, config, settings)
+    _run(plan, Console(), json)
+
+
+def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
+    from farcast.cli.verify import EXIT_DIFFERENT, audit_with_progress
+    from farcast.dashboard.plots import plot_run
+    from farcast.dashboard.summary import show_summary
+    from farcast.fleet.events import EventLog
+    from farcast.fleet.registry import Registry
+    from farcast.fleet.summary import summarise
+    from farcast.store import open_store
+
+    folder = plan.folder
+    began = time.monotonic()
+    if _supervise(plan, console) == "stopped":
+        console.print(
+            f"Stopped in order. Go on with: farcast demo --resume --out {folder.shown}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(EXIT_INTERRUPTED)
+    store = open_store(plan.config.store)
+    report = audit_with_progress(store, console)
+    steps = list(Registry(store).steps())
+    events = EventLog(folder.events).read()
+    summary = summarise(
+        plan.config,
+        steps,
+        events,
+        report,
+        link=plan.settings.link,
+        seconds=time.monotonic() - began,
+    )
+    options.write_json(folder.summary, summary)
+    options.write_json(json, summary)
+    title = f"{summary.run_id} · {summary.model} · {summary.task}"
+    plot_run(steps, events, folder.plot, title=title)
+    show_summary(summary, console)
+    _name_files(plan, console, json)
+    if not summary.roots_match or summary.differences:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _supervise(plan: "DemoPlan", console: "Console") -> "Outcome":
+    from farcast.dashboard.live import open_view
+    from farcast.fleet.demo import Supervisor
+    from farcast.fleet.launcher import LocalLauncher
+    from farcast.fleet.observe import FleetObserver
+    from farcast.fleet.registry import Registry
+    from farcast.fleet.signals import StopRequest
+    from farcast.store import open_store
+
+    config = plan.config
+    observer = FleetObserver(Registry(open_store(config.store)))
+    title = f"farcast demo · {config.model} · {config.task.name} · {plan.folder.shown}"
+    with StopRequest() as stop, open_view(console, title=title, steps=config.train.steps) as view:
+        return Supervisor(plan, LocalLauncher(), observer, view).run(stop)
+
+
+def _name_files(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
+    folder = plan.folder
+    lines = {
+        "summary": folder.summary,
+        "plot": folder.plot,
+        "steps": folder.metrics,
+        "logs": folder.log("trainer").parent,
+        "json": json,
+    }
+    for name, path in lines.items():
+        if path is not None:
+            console.print(f"{name:>8}  {path}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{'again':>8}  farcast verify --store {plan.config.store}",
+        highlight=False,
+        soft_wrap=True,
+    )

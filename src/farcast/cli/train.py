@@ -1,0 +1,88 @@
+"""`farcast train`: the trainer of a run, for a cluster of its own."""
+
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from farcast.cli import options
+from farcast.config import RunConfig, decode_config
+from farcast.errors import ConfigError
+from farcast.fleet.layout import RunFolder
+from farcast.fleet.presets import DEFAULT_MODEL, PRESETS, run_config
+
+
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A RunConfig as JSON; replaces the options below."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(PRESETS)}, or a local Hugging Face folder.")
+    ] = DEFAULT_MODEL,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where workers meet it. [default: a folder in --out]"),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for checkpoints and metrics.")
+    ] = Path("runs/train"),
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps. [default: the model's preset]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
+    ] = False,
+    tied: options.Tied = False,
+) -> None:
+    """Run the trainer: it publishes a version for every step and reads what workers send.
+
+    ```
+    farcast train --model tiny --store /data/run1 --out runs/one
+    farcast worker --store /data/run1 --id w1        # elsewhere, as many as you like
+    farcast train --out runs/one --resume            # after a stop or a crash
+    ```
+    """
+    settings = _settings(config, model, store, out, steps, seed, resume=resume)
+
+    from farcast.fleet.launcher import leave_with_parent
+    from farcast.fleet.signals import StopRequest
+    from farcast.fleet.trainer_process import run_trainer
+
+    with StopRequest() as stop:
+        if tied:
+            leave_with_parent()
+        run_trainer(settings, resume=resume, stop=stop)
+
+
+def _settings(
+    config: Path | None,
+    model: str,
+    store: str | None,
+    out: Path,
+    steps: int | None,
+    seed: int,
+    *,
+    resume: bool,
+) -> RunConfig:
+    """The run's configuration: a file's, that of the folder to resume, or a new one."""
+    if config is not None:
+        try:
+            return decode_config(config.read_bytes(), RunConfig)
+        except FileNotFoundError:
+            raise ConfigError(f"There is no file {config}; name a RunConfig file.") from None
+    folder = RunFolder(out)
+    if resume:
+        return folder.read_config()
+    new = run_config(
+        model,
+        run_id=f"{options.name_of(folder.path)}-{secrets.token_hex(3)}",
+        store=store or folder.store.as_uri(),
+        out=folder.path,
+        steps=steps,
+        seed=seed,
+    )
+    folder.create(new)
+    return new

@@ -1,0 +1,44 @@
+"""`farcast worker`: a replica that samples, anywhere the store can be reached from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from farcast.cli import options
+from farcast.config import parse_link
+
+
+def worker(
+    store: options.Store,
+    id: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="This worker's name in the run. [default: host and pid]"),
+    ] = None,
+    link: options.Link = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the model's small files go. [default: temporary]"),
+    ] = None,
+    tied: options.Tied = False,
+) -> None:
+    """Run a replica with a worker: it follows the versions and sends trajectories home.
+
+    All it needs is the store's URL. It takes the newest version, samples the run's task, and
+    moves to each new version between two tokens. It leaves when the trainer is done.
+
+    ```
+    farcast worker --store s3://bucket/run1 --id tokyo-1
+    farcast worker --store runs/demo/store --link 100mbit,80ms
+    ```
+    """
+    settings = parse_link(link) if link is not None else None
+
+    from farcast.fleet.launcher import leave_with_parent
+    from farcast.fleet.signals import StopRequest
+    from farcast.fleet.worker_process import default_worker_id, run_worker
+
+    with StopRequest() as stop:
+        if tied:
+            leave_with_parent()
+        run_worker(store, id or default_worker_id(), link=settings, cache=cache, stop=stop)

@@ -1,0 +1,53 @@
+"""Finds the run that a store holds, for whoever knows only the store's URL."""
+
+from collections.abc import Iterator
+
+from farcast.errors import ObjectNotFoundError, UnknownVersionError
+from farcast.lineage import (
+    MAX_MANIFEST_BYTES,
+    RUN_KEY,
+    VERSIONS_PREFIX,
+    Manifest,
+    RunRecord,
+    decode_run_record,
+    parse_version_key,
+)
+from farcast.store import Store
+from farcast.store.archive import Archive
+
+
+def run_in(store: Store) -> RunRecord | None:
+    """The record of the run in this store, None when no run was started here yet."""
+    try:
+        data = store.get(RUN_KEY, max_bytes=MAX_MANIFEST_BYTES)
+    except ObjectNotFoundError:
+        return None
+    return decode_run_record(data)
+
+
+def open_archive(store: Store) -> Archive:
+    """The run in this store, or a sentence that says where to look for one."""
+    record = run_in(store)
+    if record is None:
+        raise ObjectNotFoundError(
+            f"There is no run in {store.url}; check the URL, or start one with `farcast train`."
+        )
+    return Archive(store, record.run_id)
+
+
+def versions_in(store: Store) -> Iterator[int]:
+    """Every version that was published and not removed, in order."""
+    for info in store.list(VERSIONS_PREFIX):
+        version = parse_version_key(info.key)
+        if version is not None:
+            yield version
+
+
+def newest_manifest(archive: Archive) -> Manifest:
+    """The newest version, or a sentence that there is none yet."""
+    manifest = archive.newest()
+    if manifest is None:
+        raise UnknownVersionError(
+            f"Run {archive.run_id} has no version yet; wait until its trainer has published one."
+        )
+    return manifest

@@ -1,0 +1,152 @@
+"""What goes wrong for a person is one sentence on stderr, a status, and nothing lost."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from farcast.cli import boundary
+from farcast.cli.main import main
+from farcast.errors import FarcastError, StoreFullError
+
+
+@pytest.fixture
+def farcast(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line in an empty folder: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        said = capsys.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return run
+
+
+Farcast = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--model", "no/such/folder"], "There is no model 'no/such/folder'"),
+        (["demo", "--model", "."], "holds no config.json"),
+        (["demo", "--link", "fast"], "write bandwidth and round trip like 100mbit,80ms"),
+        (["demo", "--resume", "--out", "nothing"], "There is no run to resume"),
+        (["demo", "--resume"], "There is no run to resume"),
+        (["demo", "--model", "tiny", "--out", "/dev/null/x"], "cannot be written"),
+        (["demo", "--model", "tiny", "--json", "absent/out.json"], "cannot be written"),
+        (["demo", "--model", "tiny", "--store", "ftp://x/y"], "No store is known for 'ftp'"),
+        (["train", "--config", "absent.json"], "There is no file absent.json"),
+        (["worker", "--store", "ftp://x"], "No store is known for 'ftp'"),
+        (["worker", "--store", "st", "--link", "1,2"], "is not understood"),
+        (["worker", "--store", "st", "--id", "a/b"], "'a/b'"),
+        (["status", "--store", "s3://key:word@bucket/x"], "holds a user"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_users_mistake_is_one_sentence_with_status_two(
+    farcast: Farcast, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    status, out, err = farcast(*arguments)
+    assert status == 2
+    assert out == ""
+    assert words in err
+    assert err.startswith("farcast: ")
+    assert err.count("\n") == 1, err
+    assert "word@" not in err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_used_folder_is_refused_and_left_alone(farcast: Farcast, tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "config.json").write_text("{}")
+    status, _, err = farcast("demo", "--model", "tiny", "--out", str(used))
+    assert status == 2
+    assert "continue it with --resume" in err
+    (used / "config.json").rename(used / "thesis.txt")
+    status, _, err = farcast("demo", "--model", "tiny", "--out", str(used))
+    assert status == 2
+    assert "holds other files" in err
+    assert [path.name for path in used.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "plan"])
+def test_a_store_without_a_run_says_so(farcast: Farcast, command: str) -> None:
+    status, _, err = farcast(command, "--store", "empty")
+    assert status == 4 or status == 5
+    assert err.count("\n") == 1
+    assert "run" in err
+
+
+def test_status_of_a_store_without_a_run_is_not_an_error(farcast: Farcast) -> None:
+    status, out, _ = farcast("status", "--store", "empty", "--json", "s.json")
+    assert status == 0
+    assert "No trainer has started" in out
+    assert '"trainer": null' in Path("s.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        (errno.ENOSPC, 4, "no space left"),
+        (errno.EDQUOT, 4, "quota"),
+        (errno.EACCES, 2, "permission"),
+        (errno.EROFS, 2, "read-only"),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], code: int, status: int, words: str
+) -> None:
+    def refuse(_: list[str]) -> None:
+        raise OSError(code, "raw words", "/data/file")
+
+    with pytest.raises(SystemExit) as left:
+        boundary.run(refuse, [])
+    err = capsys.readouterr().err
+    assert left.value.code == status
+    assert err.startswith("farcast: /data/file: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback_and_debug_shows_any() -> None:
+    def bug(_: list[str]) -> None:
+        raise ZeroDivisionError
+
+    def refuse(_: list[str]) -> None:
+        raise StoreFullError("full")
+
+    with pytest.raises(ZeroDivisionError):
+        boundary.run(bug, [])
+    with pytest.raises(StoreFullError):
+        boundary.run(refuse, ["demo", "--debug"])
+
+
+def test_every_error_has_a_status_of_failure() -> None:
+    def tree(kind: type[FarcastError]) -> list[type[FarcastError]]:
+        return [kind, *(t for child in kind.__subclasses__() for t in tree(child))]
+
+    assert all(kind.exit_code > 0 for kind in tree(FarcastError))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["demo", "train", "worker", "replica", "status", "inspect", "plan", "verify"],
+)
+def test_help_teaches_by_example(farcast: Farcast, command: str) -> None:
+    status, out, _ = farcast(command, "--help")
+    assert status == 0
+    assert f"farcast {command}" in out
+
+
+def test_version_and_module(farcast: Farcast) -> None:
+    from farcast import __version__
+
+    assert farcast("--version") == (0, f"farcast {__version__}\n", "")
