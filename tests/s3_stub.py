@@ -41,7 +41,12 @@ class Answer:
 @dataclass
 class S3Stub:
     honest: bool = True
+    ranges: bool = True
+    claimed_size: int | None = None
+    """The Content-Length of whole objects, when it is not the true one."""
     respond: Callable[[Seen], Answer | None] = lambda _: None
+    before_put: Callable[[], object] = lambda: None
+    """Called between looking and writing."""
     seen: list[Seen] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -119,6 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _put(self, key: str, body: bytes) -> None:
+        self.stub.before_put()
         with self.stub.lock:
             guarded = self.headers.get("If-None-Match") == "*" and self.stub.honest
             taken = guarded and key in self.stub.objects
@@ -135,9 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, _error("NoSuchKey"))
             return
         headers = {"ETag": f'"{hash(data)}"', "Last-Modified": formatdate(usegmt=True)}
-        asked = self.headers.get("Range")
+        asked = self.headers.get("Range") if self.stub.ranges else None
         if asked is None:
-            self._send(200, data, headers)
+            self._send(200, data, headers, self.stub.claimed_size)
             return
         first, last = asked.removeprefix("bytes=").split("-")
         start, end = int(first), min(int(last) + 1, len(data))
@@ -158,13 +164,20 @@ class _Handler(BaseHTTPRequestHandler):
         text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
         self._send(200, text.encode())
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def _send(
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        claimed: int | None = None,
+    ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         if status != 204:
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(body) if claimed is None else claimed))
         self.end_headers()
+        self.close_connection = self.close_connection or claimed is not None
         if self.command != "HEAD":
             self.wfile.write(body)
 

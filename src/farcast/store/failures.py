@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from farcast.errors import (
+    FarcastError,
     IntegrityError,
     InvalidKeyError,
     LimitError,
@@ -113,6 +114,8 @@ _WRONG_REGION = re.compile(
 )
 _FULL_CODES = re.compile(r"QuotaExceeded|StorageFull|InsufficientStorage|NoSpaceLeft")
 
+_BROKE_OFF = re.compile(r"kind: (Interrupted|Timeout|Unknown|Decode)\b")
+
 _CHECKSUM_HINT = (
     " An older server may refuse the extra checksum headers: if so, set checksum='when_required'."
 )
@@ -124,7 +127,13 @@ def status_of(error: BaseException) -> int | None:
     return int(found[1]) if found else None
 
 
-def from_obstore_error(error: Exception, place: Place, key: str) -> StoreError:
+def broke_off(error: BaseException) -> bool:
+    """Whether the request may have arrived, got no answer, and was not tried again."""
+    text = str(error)
+    return status_of(error) is None and bool(_BROKE_OFF.search(text)) and "retries," not in text
+
+
+def from_obstore_error(error: Exception, place: Place, key: str) -> FarcastError:
     """The farcast error for what obstore raised about `key`; holds none of its text."""
     text, status = str(error), status_of(error)
     code = _CODE.search(text)
@@ -135,6 +144,11 @@ def from_obstore_error(error: Exception, place: Place, key: str) -> StoreError:
         )
     if isinstance(error, FileNotFoundError):
         return not_found(place.url, key)
+    if status == 416:
+        return IntegrityError(
+            f"The object {key!r} in {place} is shorter than what was asked of it; "
+            "fetch it from another source."
+        )
     if status == 507 or _FULL_CODES.search(text):
         return StoreFullError(
             f"No space or quota is left in {place} ({answer}) and {key!r} was not written; "

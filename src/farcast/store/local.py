@@ -59,10 +59,23 @@ class FileStore:
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         *folders, name = check_key(key)
+        view = byte_view(data)
+        try:
+            self._put(folders, name, key, view, if_absent)
+        except ObjectNotFoundError:
+            self._durable.clear()
+            raise StoreUnavailableError(
+                f"The folder of {self.url} was removed while it was in use; if that was not "
+                "meant, put it back, then try again."
+            ) from None
+
+    def _put(
+        self, folders: Sequence[str], name: str, key: str, data: memoryview, if_absent: bool
+    ) -> None:
         with translated_os_errors(self.url, key), self._folder(folders, make=True) as folder:
             if if_absent and _exists(folder, name):
                 self._taken(folder, key)
-            with self._staged(byte_view(data)) as (staging, temporary):
+            with self._staged(data) as (staging, temporary):
                 try:
                     if if_absent:
                         os.link(temporary, name, src_dir_fd=staging, dst_dir_fd=folder)
@@ -161,7 +174,7 @@ class FileStore:
         """A descriptor of the folder, reached without following a link below the root."""
         if make:
             self._make_root()
-        current = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        current = self._open_root()
         try:
             for depth, segment in enumerate(segments, start=1):
                 path = tuple(segments[:depth])
@@ -199,11 +212,22 @@ class FileStore:
     def _make_root(self) -> None:
         if () in self._durable:
             return
-        for path in (*reversed(self._root.parents), self._root):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir()
-                _sync_folder(path.parent)
+        try:
+            for path in (*reversed(self._root.parents), self._root):
+                if not path.is_dir():
+                    path.mkdir(exist_ok=True)
+                    _sync_folder(path.parent)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError):
+            raise StoreAccessError(
+                f"The folder of {self.url} cannot be made there; check its path."
+            ) from None
         self._durable.add(())
+
+    def _open_root(self) -> int:
+        try:
+            return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except NotADirectoryError:
+            raise StoreAccessError(f"{self.url} is not a folder; point the store at one.") from None
 
     # --- staging -----------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from farcast.errors import (
+    FarcastError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreAccessError,
-    StoreError,
     StoreUnavailableError,
     StoreUnsupportedError,
 )
@@ -32,6 +32,7 @@ from farcast.store.base import ObjectInfo
 from farcast.store.buffers import byte_view
 from farcast.store.failures import (
     Place,
+    broke_off,
     from_obstore_error,
     over_limit,
     short_read,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 Use = Literal["small", "download", "upload"]
+Outcome = Literal["created", "taken", "conflict", "unknown"]
 
 SMALL_BYTES = 8 << 20
 """A put up to this size must end within the request time limit."""
@@ -195,12 +197,7 @@ class RemoteStore:
             return b""
 
         def read(store: "ObjectStore") -> bytes:
-            try:
-                result = obstore.get(store, path, options={"range": (start, start + length)})
-            except BaseError as error:
-                if status_of(error) == 416:
-                    raise short_read(key, start, length, 0) from None
-                raise
+            result = obstore.get(store, path, options={"range": (start, start + length)})
             first, end = result.range
             if (first, end) != (start, start + length):
                 raise short_read(key, start, length, max(0, end - start))
@@ -233,26 +230,31 @@ class RemoteStore:
 
         412 is final: the key is taken. 409 only says that something else was going on at the
         key; S3 answers it with nothing stored, Azure when the blob exists. So a 409 is final
-        only if the object can be seen, and is tried again otherwise.
+        only if the object can be seen, and is tried again otherwise. So is a request whose
+        answer was lost, which obstore leaves alone: if it had arrived, the next try is "taken".
         """
 
-        def create(store: "ObjectStore") -> int | None:
+        def create(store: "ObjectStore") -> Outcome:
             try:
                 obstore.put(store, path, view, mode="create")
             except AlreadyExistsError as error:
-                return status_of(error) or 412
-            return None
+                return "conflict" if status_of(error) == 409 else "taken"
+            except BaseError as error:
+                if broke_off(error):
+                    return "unknown"
+                raise
+            return "created"
 
         for attempt in range(self._retries + 1):
-            status = self._call(use, key, create)
-            if status is None:
+            outcome = self._call(use, key, create)
+            if outcome == "created":
                 return
-            if status != 409 or self._exists(path, key):
+            if outcome == "taken" or (outcome == "conflict" and self._exists(path, key)):
                 raise ObjectExistsError(f"{self.url} already has an object {key!r}.")
             self._sleep(random.uniform(0, min(5.0, 0.1 * 2**attempt)))
         raise StoreUnavailableError(
-            f"{self.url} reported a conflict at {key!r} {self._retries + 1} times and stored "
-            "nothing; try again when fewer writers are at work."
+            f"{self.url} did not settle a create of {key!r} in {self._retries + 1} tries "
+            "(conflicts, or answers lost); try again later."
         )
 
     def _exists(self, path: str, key: str) -> bool:
@@ -315,7 +317,7 @@ class RemoteStore:
         return self._translated(key, lambda: action(store))
 
     def _translated(self, key: str, action: Callable[[], _T]) -> _T:
-        failure: StoreError | None = None
+        failure: FarcastError | None = None
         try:
             return action()
         except FOREIGN_ERRORS as error:
