@@ -19,6 +19,7 @@ from farcast.lineage.manifest import (
     ObjectRef,
     RunRecord,
     object_key,
+    parse_version_key,
     version_key,
 )
 from farcast.lineage.planning import MAX_MANIFESTS_READ, Plan, PlanStep, plan
@@ -47,6 +48,7 @@ __all__ = [
     "encode_run_record",
     "is_anchor_due",
     "object_key",
+    "parse_version_key",
     "plan",
     "version_key",
 ]

@@ -25,14 +25,16 @@ from farcast.types import MAX_VERSION, Digest, Name, VersionRef
 MANIFEST_FORMAT = 1
 
 MAX_MANIFEST_BYTES = 1 << 20
-"""A manifest names objects, not tensors: 1 MiB is about 9,000 objects of 4 GiB each."""
+"""A manifest names objects, not tensors: 1 MiB holds about 9,000 references."""
 
 MAX_OBJECTS = 4096
 """Objects of one delta or anchor; at the 4 GiB an object may have this is 16 TiB."""
 
 MAX_OBJECT_BYTES = 1 << 32
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""JSON has integers of any length; what does not fit in 64 bits is no count."""
+
 Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
@@ -110,6 +112,12 @@ _VERSION_KEY = re.compile(r"versions/(\d{12})\.json")
 def version_key(version: int) -> str:
     """`versions/000000000012.json`"""
     return f"{VERSIONS_PREFIX}{version:012d}.json"
+
+
+def parse_version_key(key: str) -> int | None:
+    """The version a key is for; None for a key that is not a manifest's."""
+    found = _VERSION_KEY.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 def object_key(ref: ObjectRef) -> str:
