@@ -1,0 +1,90 @@
+"""A version as a series of objects of bounded size, encoded one after the other.
+
+Objects are cut at tensor borders in the order of names, so the same tensors give the same
+objects on every machine. Each part is handed on as soon as it is made: while one is on its
+way to the store, the next is encoded.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from farcast.delta import EncodedDelta, TensorBits, encode_bits
+from farcast.types import TensorEntry
+
+PART_BYTES = 512 << 20
+"""Raw tensor bytes encoded into one object: bounds the memory of one encode and of one put, and
+at the usual 1 % of change gives objects of a few MB, large enough for any store."""
+
+MAX_PARTS = 1024
+"""Beyond this the parts grow instead of becoming more: a manifest has room for 4096, and cutting
+at tensor borders can double the count."""
+
+
+@dataclass
+class Tally:
+    """What encoding found: entries of the whole target, changed elements, seconds spent."""
+
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    changed: int = 0
+    seconds: float = 0.0
+
+
+def anchor_parts(
+    target: Mapping[str, TensorBits], tally: Tally, *, part_bytes: int
+) -> Iterator[bytes]:
+    """The objects that hold `target` in full."""
+    for names in split(target, part_bytes=part_bytes):
+        yield _encode({}, {name: target[name] for name in names}, {}, tally).data
+
+
+def delta_parts(
+    base: Mapping[str, TensorBits],
+    base_entries: Mapping[str, TensorEntry],
+    target: Mapping[str, TensorBits],
+    tally: Tally,
+    *,
+    part_bytes: int,
+) -> Iterator[bytes]:
+    """The objects that turn `base` into `target`; none for parts in which nothing changed.
+
+    `tally` is complete when the iterator is exhausted.
+    """
+    gone = [name for name in base if name not in target]
+    for names in split(target, part_bytes=part_bytes):
+        before = {name: base[name] for name in (*names, *gone) if name in base}
+        known = {name: base_entries[name] for name in before}
+        encoded = _encode(before, {name: target[name] for name in names}, known, tally)
+        if encoded.entries != known:
+            yield encoded.data
+        gone = []
+
+
+def split(target: Mapping[str, TensorBits], *, part_bytes: int) -> Iterator[list[str]]:
+    """The names in order, cut where a part would pass its size; a larger tensor stands alone."""
+    total = sum(bits.data.nbytes for bits in target.values())
+    limit = max(part_bytes, -(-total // MAX_PARTS))
+    names: list[str] = []
+    size = 0
+    for name in sorted(target):
+        nbytes = target[name].data.nbytes
+        if names and size + nbytes > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += nbytes
+    yield names
+
+
+def _encode(
+    base: Mapping[str, TensorBits],
+    target: Mapping[str, TensorBits],
+    base_entries: Mapping[str, TensorEntry],
+    tally: Tally,
+) -> EncodedDelta:
+    started = time.perf_counter()
+    encoded = encode_bits(base, target, base_entries=base_entries)
+    tally.seconds += time.perf_counter() - started
+    tally.entries.update(encoded.entries)
+    tally.changed += encoded.changed
+    return encoded

@@ -1,0 +1,70 @@
+"""Tensors that turned to nothing but NaN and infinity: a run that publishes them is lost.
+
+One NaN among other values is legal, and so is a tensor that was so from the start (a mask of
+-inf); the sign of a ruined step is a whole tensor that had finite values in the last version.
+Refuses to look further than the first finite element, so healthy tensors cost nothing.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from farcast.delta import TensorBits
+from farcast.errors import PoisonError
+
+MIN_ELEMENTS = 2
+"""A scalar that is NaN is a single NaN element."""
+
+_BLOCK = 1 << 16
+
+
+class _Exponent(NamedTuple):
+    """An element is NaN or infinite when all bits of `mask` are set in its `word`."""
+
+    word: type[np.unsignedinteger]
+    mask: int
+
+
+_EXPONENTS = {
+    "F64": _Exponent(np.uint64, 0x7FF0_0000_0000_0000),
+    "F32": _Exponent(np.uint32, 0x7F80_0000),
+    "C64": _Exponent(np.uint32, 0x7F80_0000),
+    "F16": _Exponent(np.uint16, 0x7C00),
+    "BF16": _Exponent(np.uint16, 0x7F80),
+    "F8_E5M2": _Exponent(np.uint8, 0x7C),
+    "F8_E4M3": _Exponent(np.uint8, 0x7F),
+    "F8_E8M0": _Exponent(np.uint8, 0xFF),
+}
+
+
+def check_poison(base: Mapping[str, TensorBits], target: Mapping[str, TensorBits]) -> None:
+    """Raise `PoisonError` for tensors of `target` that lost every finite value since `base`."""
+    poisoned = [
+        name
+        for name, bits in target.items()
+        if name in base and is_poison(bits) and not is_poison(base[name])
+    ]
+    if poisoned:
+        more = f" and {len(poisoned) - 3} more" if len(poisoned) > 3 else ""
+        raise PoisonError(
+            f"Every value of {', '.join(map(repr, poisoned[:3]))}{more} turned NaN or infinite; "
+            "go back to a checkpoint, or publish with allow_poison=True if it is meant."
+        )
+
+
+def is_poison(bits: TensorBits) -> bool:
+    """Whether a floating tensor of at least two elements holds no finite value."""
+    exponent = _EXPONENTS.get(bits.dtype)
+    if exponent is None:
+        return False
+    words = bits.data.view(exponent.word)
+    if words.size < MIN_ELEMENTS:
+        return False
+    mask = exponent.word(exponent.mask)
+    if (words[0] & mask) != mask:
+        return False
+    return all(
+        bool(np.all((words[start : start + _BLOCK] & mask) == mask))
+        for start in range(0, words.size, _BLOCK)
+    )

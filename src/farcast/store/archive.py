@@ -1,0 +1,377 @@
+"""A run inside a store: its record, its versions and their objects, checked both ways.
+
+Shared by the publisher, the replicas and `farcast verify`. The rules it keeps:
+
+ 1. `run.json` and each manifest are created, never overwritten. A refused create is judged by
+    what is there: own bytes mean success (the reply was lost), other bytes mean that somebody
+    else was first, nothing at all means that the refusal was not final.
+ 2. An object's name is the digest of its bytes, so whoever wrote it, it is right or damaged.
+    An object that is already there is read and compared, and replaced if damaged: otherwise a
+    broken upload would stay broken for as long as its content is published.
+ 3. Bytes from the store are used only after size and digest were checked. No more is read than
+    the reference says.
+ 4. A manifest is checked against its key and its run, then kept: it can't change any more.
+ 5. `newest` never goes back. The first answer needs one list; after that the next version is
+    asked for by its key.
+ 6. `restore` returns weights whose root was recomputed, or raises.
+
+Refuses to decide what to do about an error, to delete anything, and to retry what the store
+already retries.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+from blake3 import blake3
+from msgspec.structs import replace
+
+from farcast.delta import Patch, TensorBits
+from farcast.errors import (
+    IntegrityError,
+    LimitError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RunMismatchError,
+    StoreUnavailableError,
+    UnknownVersionError,
+    VersionConflictError,
+)
+from farcast.lineage import (
+    MAX_MANIFEST_BYTES,
+    MAX_OBJECT_BYTES,
+    RUN_KEY,
+    VERSIONS_PREFIX,
+    Manifest,
+    ObjectRef,
+    Plan,
+    PlanStep,
+    RunRecord,
+    decode_manifest,
+    decode_run_record,
+    encode_manifest,
+    encode_run_record,
+    object_key,
+    parse_version_key,
+    plan,
+    version_key,
+)
+from farcast.store.base import Store
+from farcast.store.rebuilding import Chain, Rebuild, Weights, check_weights
+from farcast.store.transfers import in_parallel
+from farcast.types import MAX_VERSION, VersionRef
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with bytes done and bytes in total, from the thread that asked."""
+
+CREATE_TRIES = 4
+"""How often a create is tried that is refused although nothing is there."""
+
+PROBES = 8
+"""Versions asked for one by one; a reader that is further behind lists instead."""
+
+PREFETCHED = 256
+"""Manifests read ahead at once for a plan that spans many versions."""
+
+MANIFESTS_KEPT = 8192
+
+
+class Archive:
+    """The run `run_id` in `store`. Safe to use from several threads.
+
+    `workers` bounds the requests in flight, and so the objects in memory, of one call.
+    """
+
+    def __init__(self, store: Store, run_id: str, *, workers: int = 4) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._manifests: dict[int, Manifest] = {}
+        self._newest: Manifest | None = None
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
+
+    def __repr__(self) -> str:
+        return f"Archive({self._store.url!r}, {self._run_id!r})"
+
+    # --- the run -----------------------------------------------------------------------------
+
+    def create_run(self, record: RunRecord) -> RunRecord:
+        """Start the run, or find it started alike; returns the record the store holds.
+
+        Raises `RunMismatchError` when the store holds another run, or this one with other
+        assets or settings (`created` may differ).
+        """
+        if record.run_id != self._run_id:
+            raise RunMismatchError(
+                f"The record names run {record.run_id!r}, the archive {self._run_id!r}; "
+                "use one name."
+            )
+        found = self._create(RUN_KEY, encode_run_record(record), max_bytes=MAX_MANIFEST_BYTES)
+        held = decode_run_record(found, run_id=self._run_id)
+        if replace(held, created=record.created) != record:
+            raise RunMismatchError(
+                f"{self._store.url} holds the run {self._run_id!r} with other assets or settings; "
+                "resume it as it was started, or use another store prefix or run id."
+            )
+        return held
+
+    def open_run(self) -> RunRecord:
+        """The run's record. Raises `ObjectNotFoundError` when no run was started here."""
+        data = self._store.get(RUN_KEY, max_bytes=MAX_MANIFEST_BYTES)
+        return decode_run_record(data, run_id=self._run_id)
+
+    # --- versions ----------------------------------------------------------------------------
+
+    def newest(self, *, relist: bool = False) -> Manifest | None:
+        """The newest version, None before the first.
+
+        `relist` looks past a gap: for a reader so late that the version after the one it knows
+        was already removed.
+        """
+        with self._lock:
+            known = self._newest
+        if known is None or relist:
+            known = self._listed(known)
+        return self._probed(known)
+
+    def manifest(self, version: int) -> Manifest:
+        """The checked manifest of `version`. Raises `UnknownVersionError` if there is none."""
+        with self._lock:
+            kept = self._manifests.get(version)
+        return kept if kept is not None else self._read_manifest(version)
+
+    def plan(self, have: VersionRef | None, want: VersionRef) -> Plan:
+        """The cheapest path, reading the manifests that it needs."""
+        target = self.manifest(want.version)
+        self._prefetch(have, target)
+        return plan(have, want, _Lineage(self))
+
+    def manifests_for(self, have: VersionRef | None, want: VersionRef) -> dict[int, Manifest]:
+        """The manifests that `plan(have, want, ...)` looks at, by version."""
+        self._prefetch(have, self.manifest(want.version))
+        lineage = _Lineage(self)
+        plan(have, want, lineage)
+        return lineage.seen
+
+    def commit_manifest(self, manifest: Manifest) -> None:
+        """Make a version visible; every object it names must be durable before.
+
+        Raises `VersionConflictError` when another manifest holds that version. Any other error
+        leaves it open whether the version is visible: commit the same manifest again to know.
+        """
+        if manifest.run_id != self._run_id:
+            raise RunMismatchError(
+                f"The manifest is of run {manifest.run_id!r}, the archive of {self._run_id!r}; "
+                "publish to that run's store."
+            )
+        data = encode_manifest(manifest)
+        key = version_key(manifest.version)
+        found = self._create(key, data, max_bytes=MAX_MANIFEST_BYTES)
+        if found != data:
+            held = decode_manifest(found, run_id=self._run_id, version=manifest.version)
+            self._keep(held)
+            raise VersionConflictError(
+                f"Version {manifest.version} of {self._run_id!r} was published by "
+                f"{held.writer!r}, not by {manifest.writer!r}; let one trainer publish to a run."
+            )
+        self._keep(manifest)
+
+    # --- objects -----------------------------------------------------------------------------
+
+    def put_object(self, data: bytes) -> ObjectRef:
+        """Store `data` under its digest; durable on return, whether or not it was there."""
+        if len(data) > MAX_OBJECT_BYTES:
+            raise LimitError(
+                f"An object of {len(data)} bytes is over the limit of {MAX_OBJECT_BYTES}; "
+                "split it into several."
+            )
+        ref = ObjectRef(digest=blake3(data).hexdigest(), size=len(data))
+        key = object_key(ref)
+        try:
+            found = self._create(key, data, max_bytes=ref.size)
+        except LimitError:  # what is there is longer
+            found = b""
+        if found != data:
+            self._store.put(key, data)
+        return ref
+
+    def put_objects(self, parts: Iterable[bytes]) -> tuple[ObjectRef, ...]:
+        """Store several objects; the next part is made while those before are on their way."""
+        return tuple(in_parallel(self.put_object, parts, workers=self._workers))
+
+    def get_object(self, ref: ObjectRef) -> bytes:
+        """Exactly the bytes that `ref` names, or an error."""
+        data = self._store.get(object_key(ref), max_bytes=ref.size)
+        if len(data) != ref.size or blake3(data).hexdigest() != ref.digest:
+            raise IntegrityError(
+                f"{object_key(ref)} in {self._store.url} is damaged; "
+                "fetch it again, or from another store."
+            )
+        return data
+
+    def get_objects(self, refs: Iterable[ObjectRef]) -> Iterator[bytes]:
+        """The objects in order, a bounded number of them read ahead."""
+        return in_parallel(self.get_object, refs, workers=self._workers)
+
+    # --- content -----------------------------------------------------------------------------
+
+    def rebuild(
+        self,
+        version: int,
+        have: tuple[VersionRef, Mapping[str, TensorBits]] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> dict[str, TensorBits]:
+        """All tensors of `version`, verified to its root.
+
+        `have` is a version and its tensors to start from; they are checked first and never
+        written into, but tensors that did not change are returned as they are.
+        """
+        base = None if have is None else Weights.of(*have)
+        return dict(self.restore(version, base, progress=progress).bits)
+
+    def restore(
+        self, version: int, have: Weights | None = None, *, progress: Progress | None = None
+    ) -> Weights:
+        """Like `rebuild`, with the entries: for who goes on from version to version."""
+        manifest = self.manifest(version)
+        route = self.plan(None if have is None else have.ref, manifest.ref)
+        fetched = _Fetched(self, route, progress)
+        first = route.steps[0] if route.steps else None
+        from_anchor = first is not None and first.kind == "anchor"
+        deltas = route.steps[1:] if from_anchor else route.steps
+        rebuild = Rebuild(Chain([list(fetched.patches(step)) for step in deltas]))
+        if from_anchor:
+            for patch in fetched.patches(route.steps[0]):
+                rebuild.add_anchor(patch)
+        elif have is not None:
+            rebuild.add_base(have)
+        return check_weights(rebuild.finish(manifest.ref), manifest)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _create(self, key: str, data: bytes, *, max_bytes: int) -> bytes:
+        """Create `key` with `data`; returns what is there, which is `data` if this call won."""
+        for _ in range(CREATE_TRIES):
+            try:
+                self._store.put(key, data, if_absent=True)
+            except ObjectExistsError:
+                try:
+                    return self._store.get(key, max_bytes=max_bytes)
+                except ObjectNotFoundError:
+                    continue  # refused, yet nothing is there: not final
+            return data
+        raise StoreUnavailableError(
+            f"{self._store.url} refuses to create {key!r} as if it existed, but holds nothing "
+            "there; try again later."
+        )
+
+    def _read_manifest(self, version: int) -> Manifest:
+        if not 0 <= version <= MAX_VERSION:
+            raise UnknownVersionError(f"There is no version {version}; versions begin at 0.")
+        try:
+            data = self._store.get(version_key(version), max_bytes=MAX_MANIFEST_BYTES)
+        except ObjectNotFoundError:
+            raise UnknownVersionError(
+                f"{self._store.url} has no version {version} of {self._run_id!r}; "
+                "ask for one that `farcast inspect` shows."
+            ) from None
+        manifest = decode_manifest(data, run_id=self._run_id, version=version)
+        self._keep(manifest)
+        return manifest
+
+    def _keep(self, manifest: Manifest) -> None:
+        with self._lock:
+            self._manifests[manifest.version] = manifest
+            while len(self._manifests) > MANIFESTS_KEPT:
+                del self._manifests[next(iter(self._manifests))]
+
+    def _listed(self, known: Manifest | None) -> Manifest | None:
+        """The last version that a list shows after `known`."""
+        after = None if known is None else version_key(known.version)
+        last = None
+        for info in self._store.list(VERSIONS_PREFIX, start_after=after):
+            version = parse_version_key(info.key)
+            last = last if version is None else version
+        return known if last is None else self.manifest(last)
+
+    def _probed(self, known: Manifest | None) -> Manifest | None:
+        """The newest version found by asking for those after `known`, which is remembered."""
+        for _ in range(PROBES):
+            following = self._following(known)
+            if following is None:
+                break
+            known = following
+        else:
+            known = self._listed(known)
+        with self._lock:
+            if known is not None and (self._newest is None or known.version > self._newest.version):
+                self._newest = known
+            return self._newest
+
+    def _following(self, known: Manifest | None) -> Manifest | None:
+        try:
+            return self.manifest(0 if known is None else known.version + 1)
+        except UnknownVersionError:
+            return None
+
+    def _prefetch(self, have: VersionRef | None, want: Manifest) -> None:
+        """Read side by side what a plan over many versions would read one after the other."""
+        first = want.anchor_version if have is None else max(want.anchor_version, have.version + 1)
+        with self._lock:
+            missing = [
+                version
+                for version in range(max(first, want.version - PREFETCHED), want.version)
+                if version not in self._manifests
+            ]
+        if len(missing) > 1:
+            lineage = _Lineage(self)
+            for _ in in_parallel(lineage.get, missing, workers=self._workers):
+                pass
+
+
+class _Lineage(Mapping[int, Manifest]):
+    """An archive as the mapping that `plan` reads from; `seen` is what it has read."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self.seen: dict[int, Manifest] = {}
+
+    def __getitem__(self, version: int) -> Manifest:
+        try:
+            manifest = self._archive.manifest(version)
+        except UnknownVersionError:
+            raise KeyError(version) from None
+        self.seen[version] = manifest
+        return manifest
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.seen)
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+
+class _Fetched:
+    """The patches of a plan's steps as they are fetched, reported as progress."""
+
+    def __init__(self, archive: Archive, route: Plan, progress: Progress | None) -> None:
+        self._archive = archive
+        self._total = route.bytes
+        self._progress = progress
+        self._done = 0
+
+    def patches(self, step: PlanStep) -> Iterator[Patch]:
+        for data in self._archive.get_objects(step.objects):
+            self._done += len(data)
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+            yield Patch.open(data)

@@ -1,0 +1,183 @@
+"""From patches to served bits, one tensor at a time. No I/O of its own.
+
+A chain of patches is folded per tensor: everything before the last full copy of a tensor is
+skipped, and its digest is checked once, after the last patch. The root over all digests then
+proves the whole. Refuses to return a tensor whose bits were not verified.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from farcast.delta import Patch, TensorBits, entry_of, root_of
+from farcast.errors import FormatError, IntegrityError
+from farcast.lineage import Manifest
+from farcast.types import TensorEntry, VersionRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """All served tensors of one version, with their verified entries. Nobody writes into `bits`."""
+
+    ref: VersionRef
+    bits: Mapping[str, TensorBits]
+    entries: Mapping[str, TensorEntry]
+
+    @classmethod
+    def of(cls, ref: VersionRef, bits: Mapping[str, TensorBits]) -> "Weights":
+        """Weights whose entries are computed here; refuses bits that are not those of `ref`."""
+        entries = {name: entry_of(tensor) for name, tensor in bits.items()}
+        if root_of(entries) != ref.root:
+            raise IntegrityError(
+                f"The tensors at hand are not those of {ref}; start from an empty copy."
+            )
+        return cls(ref=ref, bits=bits, entries=entries)
+
+
+class Chain:
+    """The patches of consecutive deltas, by tensor."""
+
+    def __init__(self, steps: Iterable[Sequence[Patch]]) -> None:
+        self._patches: dict[str, list[Patch | None]] = {}
+        for patches in steps:
+            self._add(patches)
+
+    def _add(self, patches: Sequence[Patch]) -> None:
+        seen: set[str] = set()
+        for patch in patches:
+            for name in (*patch.entries, *patch.removed):
+                if name in seen:
+                    raise FormatError(
+                        f"Two objects of one version change {name[:80]!r}; do not use it."
+                    )
+                seen.add(name)
+                kept = patch if name in patch.entries else None
+                self._patches.setdefault(name, []).append(kept)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._patches
+
+    def __iter__(self) -> Iterator[str]:
+        """Every tensor that some patch names."""
+        return iter(self._patches)
+
+    def finish(
+        self, name: str, base: TensorBits | None, *, owned: bool = False
+    ) -> tuple[TensorBits, TensorEntry] | None:
+        """A tensor that some patch names, after the last patch, verified; None if removed.
+
+        `base` is what it was before the chain, None if it was not there. It is written into
+        only if `owned`.
+        """
+        patches = self._patches[name]
+        last = patches[-1]
+        if last is None:
+            return None
+        start = _last_reset(name, patches)
+        bits = base if patches[start] is not None else None
+        for patch in patches[start:]:
+            if patch is not None:
+                bits = _applied(patch, name, bits, owned=owned)
+                owned = True
+        if bits is None:
+            return None
+        return bits, verified_entry(name, bits, last)
+
+
+class Rebuild:
+    """Collects the tensors of one version: first all of a start, then what the chain adds."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._started: set[str] = set()
+        self._bits: dict[str, TensorBits] = {}
+        self._entries: dict[str, TensorEntry] = {}
+
+    def add_base(self, have: Weights) -> None:
+        """Start from verified weights; those the chain does not name are kept as they are."""
+        for name, bits in have.bits.items():
+            self._started.add(name)
+            if name in self._chain:
+                self._finish(name, bits, owned=False)
+            else:
+                self._bits[name], self._entries[name] = bits, have.entries[name]
+
+    def add_anchor(self, patch: Patch) -> None:
+        """Start from one object of an anchor."""
+        if patch.removed:
+            raise FormatError("An anchor lists removed tensors; do not use that version.")
+        for name in patch.entries:
+            if name in self._started:
+                raise FormatError(
+                    f"Two objects of one anchor hold {name[:80]!r}; do not use that version."
+                )
+            self._started.add(name)
+            bits = _applied(patch, name, None, owned=False)
+            if name in self._chain:
+                self._finish(name, bits, owned=True)
+            else:
+                self._bits[name], self._entries[name] = bits, verified_entry(name, bits, patch)
+
+    def finish(self, ref: VersionRef) -> Weights:
+        """The weights, with the tensors that the chain brought in; their root is not checked."""
+        for name in self._chain:
+            if name not in self._started:
+                self._finish(name, None, owned=False)
+        return Weights(ref=ref, bits=self._bits, entries=self._entries)
+
+    def _finish(self, name: str, base: TensorBits | None, *, owned: bool) -> None:
+        made = self._chain.finish(name, base, owned=owned)
+        if made is not None:
+            self._bits[name], self._entries[name] = made
+
+
+def verified_entry(name: str, bits: TensorBits, patch: Patch) -> TensorEntry:
+    """The entry of `bits`, or `IntegrityError` if it is not the one that `patch` holds."""
+    entry, wanted = entry_of(bits), patch.entries[name]
+    if (entry.dtype, entry.shape, entry.digest) != (wanted.dtype, wanted.shape, wanted.digest):
+        raise IntegrityError(
+            f"The tensor {name[:80]!r} was rebuilt to other bits than its version has; "
+            "fetch it again, or from another store."
+        )
+    return entry
+
+
+def check_weights(weights: Weights, manifest: Manifest) -> Weights:
+    """`weights`, if they are exactly what `manifest` describes."""
+    if root_of(weights.entries) != manifest.root:
+        raise IntegrityError(
+            f"What the store holds for {manifest.ref} does not have that root; "
+            "do not use that version."
+        )
+    size = sum(bits.data.nbytes for bits in weights.bits.values())
+    if (len(weights.bits), size) != (manifest.tensors, manifest.bytes_full):
+        raise IntegrityError(
+            f"The manifest of {manifest.ref} counts {manifest.tensors} tensors and "
+            f"{manifest.bytes_full} bytes, but there are {len(weights.bits)} and {size}; "
+            "do not trust its figures."
+        )
+    return weights
+
+
+def _last_reset(name: str, patches: Sequence[Patch | None]) -> int:
+    """Index of the last patch that needs nothing before it; 0 if every one does."""
+    for index in reversed(range(len(patches))):
+        patch = patches[index]
+        if patch is None or patch.entries[name].kind == "full":
+            return index
+    return 0
+
+
+def _applied(patch: Patch, name: str, base: TensorBits | None, *, owned: bool) -> TensorBits:
+    entry = patch.entries[name]
+    if entry.kind == "full":
+        return patch.full(name)
+    if base is None or (base.dtype, base.shape) != (entry.dtype, entry.shape):
+        raise FormatError(
+            f"A delta changes elements of {name[:80]!r}, which its base holds in another shape "
+            "or not at all; do not use that version."
+        )
+    data = base.data if owned and base.data.flags.writeable else np.array(base.data)
+    patch.apply_into(name, data, verify=False)
+    return TensorBits(dtype=entry.dtype, shape=entry.shape, data=data)
