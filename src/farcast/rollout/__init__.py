@@ -1,0 +1,23 @@
+"""Rollouts: environments, episodes, and the worker loop that samples and sends them home."""
+
+from farcast.rollout.environment import Environment, Score, Task
+from farcast.rollout.episode import Episode
+from farcast.rollout.letters import Letters
+from farcast.rollout.prompts import PromptCodec, ask
+from farcast.rollout.registry import make_environment
+from farcast.rollout.seeds import seed_of
+from farcast.rollout.worker import Worker, WorkerCounters
+
+__all__ = [
+    "Environment",
+    "Episode",
+    "Letters",
+    "PromptCodec",
+    "Score",
+    "Task",
+    "Worker",
+    "WorkerCounters",
+    "ask",
+    "make_environment",
+    "seed_of",
+]

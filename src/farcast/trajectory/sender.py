@@ -89,7 +89,8 @@ class TrajectorySender:
         self._wait_seconds = wait_seconds
         self._clock = clock
         self._sleep = sleep
-        self._lock = threading.RLock()
+        self._writing = threading.RLock()
+        self._books = threading.Lock()
         self._opened = False
         self._next = 0
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -103,9 +104,8 @@ class TrajectorySender:
     @property
     def next_sequence(self) -> int:
         """The number that the next batch will try first."""
-        with self._lock:
-            self._open()
-            return self._next
+        self._open()
+        return self._next
 
     def submit(self, trajectory: Trajectory) -> None:
         """Durable on return; a second call with the same id does nothing."""
@@ -117,7 +117,7 @@ class TrajectorySender:
         Raises `TrajectoryTooLargeError` or `FormatError` before anything is written. After
         any other error some batches may be durable; call again with the same trajectories.
         """
-        with self._lock:
+        with self._writing:
             self._open()
             fresh = self._unknown(trajectories)
             if not fresh:
@@ -127,10 +127,11 @@ class TrajectorySender:
                 self._write(payload)
 
     def backlog(self) -> Backlog:
-        """Batches of this worker that the trainer has not read, as far as is known here."""
-        with self._lock:
-            self._open()
-            position = self._reader()
+        """Batches of this worker that the trainer has not read, as far as is known here.
+        Does not wait for a submission that another thread has under way."""
+        self._open()
+        position = self._reader()
+        with self._books:
             while self._unread and self._unread[0][0] < position:
                 self._unread.popleft()
             return Backlog(len(self._unread), sum(size for _, size in self._unread))
@@ -203,8 +204,9 @@ class TrajectorySender:
 
     def _note(self, trajectories: Sequence[Trajectory], size: int) -> None:
         """The batch under the next number is durable."""
-        self._unread.append((self._next, size))
-        self._next += 1
+        with self._books:
+            self._unread.append((self._next, size))
+            self._next += 1
         for trajectory in trajectories:
             self._known[trajectory.id] = None
         while len(self._known) > REMEMBERED_IDS:
@@ -228,9 +230,17 @@ class TrajectorySender:
             return ()
 
     def _open(self) -> None:
-        """Find where this worker stopped: one list of its own prefix, then its last batches."""
+        """Find where this worker stopped, once."""
         if self._opened:
             return
+        with self._writing:
+            if not self._opened:
+                self._recall()
+                self._announce()
+                self._opened = True
+
+    def _recall(self) -> None:
+        """One list of this worker's own prefix, then the contents of its last batches."""
         found = [
             (sequence, info.size)
             for info in self._store.list(batches_prefix(self._worker_id))
@@ -238,14 +248,10 @@ class TrajectorySender:
         ]
         self._unread.clear()
         for sequence, size in found:
+            recall = sequence > found[-1][0] - RECALLED_BATCHES
             self._next = sequence
-            recalled: tuple[Trajectory, ...] = ()
-            if sequence >= found[-1][0] - RECALLED_BATCHES + 1:
-                recalled = self._contents(self._held(sequence))
-            self._note(recalled, size)
+            self._note(self._contents(self._held(sequence)) if recall else (), size)
         self._next = max(self._next, self._reader())
-        self._announce()
-        self._opened = True
 
     def _announce(self) -> None:
         """Durable before the first batch, so that no acknowledged batch is out of sight."""

@@ -1,0 +1,72 @@
+"""Puts an episode together from token ids: what was shown, what was sampled, in order.
+
+The trajectory's tokens are exactly those that the engine saw and sampled. Text is decoded to
+score it and is never encoded again: two token sequences can read the same. Where a prompt is
+made anew for each turn (a chat template), `show_prompt` checks that it continues what stands
+already, and raises otherwise.
+"""
+
+from collections.abc import Sequence
+
+from farcast.engines.base import Completion
+from farcast.errors import FormatError
+from farcast.trajectory import Role, Turn
+from farcast.types import PolicySpan
+
+
+class Episode:
+    """The growing columns of one trajectory."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.loss_mask: list[bool] = []
+        self.spans: list[PolicySpan] = []
+        self.turns: list[Turn] = []
+
+    def show(
+        self, ids: Sequence[int], role: Role, *, started: float = 0.0, ended: float = 0.0
+    ) -> None:
+        """Append tokens that the model did not write."""
+        self._turn(role, len(ids), started, ended)
+        self.token_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.loss_mask += [False] * len(ids)
+
+    def show_prompt(self, prompt: Sequence[int], role: Role) -> None:
+        """Append what a prompt adds. It is the whole prompt of the next turn, and begins with
+        every token so far; where it does not, training on them would be on tokens that the
+        model never saw, so `FormatError` names the first that differs."""
+        held = len(self.token_ids)
+        if list(prompt[:held]) != self.token_ids:
+            pairs = zip(prompt, self.token_ids, strict=False)
+            common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
+            raise FormatError(
+                f"The next prompt differs from the episode at token {common} of {held}; "
+                "end the trajectory before this turn and begin another one."
+            )
+        self.show(prompt[held:], role)
+
+    def sampled(
+        self,
+        completion: Completion,
+        role: Role = "model",
+        *,
+        started: float = 0.0,
+        ended: float = 0.0,
+    ) -> None:
+        """Append what the model wrote; its spans move into the trajectory's coordinates."""
+        start, count = len(self.token_ids), len(completion.token_ids)
+        self._turn(role, count, started, ended)
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.loss_mask += [True] * count
+        self.spans += [
+            PolicySpan(start + s.start, start + s.end, s.version, s.root) for s in completion.spans
+        ]
+
+    def _turn(self, role: Role, count: int, started: float, ended: float) -> None:
+        start = len(self.token_ids)
+        self.turns.append(
+            Turn(role=role, start=start, end=start + count, started=started, ended=ended)
+        )

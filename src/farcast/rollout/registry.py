@@ -1,0 +1,28 @@
+"""From a `TaskConfig` to its environment.
+
+letters                  `farcast.rollout.letters`
+reasoning_gym/<set>      a set of reasoning-gym, such as reasoning_gym/chain_sum
+"""
+
+from farcast.config import TaskConfig
+from farcast.errors import ConfigError
+from farcast.rollout.environment import Environment
+from farcast.rollout.letters import Letters
+
+_GYM = "reasoning_gym/"
+
+
+def make_environment(task: TaskConfig) -> Environment:
+    """Build the environment that a run names. Raises `ConfigError` for one that is not known."""
+    if task.name == Letters.name:
+        try:
+            return Letters(**task.params)
+        except TypeError as error:
+            raise ConfigError(
+                f"The letters task does not take these params ({error}); it knows letters, count."
+            ) from error
+    if task.name.startswith(_GYM):
+        from farcast.rollout.gym import ReasoningGym
+
+        return ReasoningGym(task.name.removeprefix(_GYM), task.params)
+    raise ConfigError(f"There is no task {task.name[:60]!r}; name letters or reasoning_gym/<set>.")

@@ -1,0 +1,247 @@
+"""The worker loop: draw tasks, sample them, score the answers, send whole groups home.
+
+Backpressure comes first: while the trainer is behind by the sender's bound, nothing is sampled,
+since what is sampled now would be stale when it is read. A group is one object in the store.
+While it goes up the line, the next ones are sampled. An outage of the store holds the loop once
+`MAX_IN_FLIGHT` groups wait, until the store answers again.
+
+Refuses to re-tokenise, to give an episode that failed a reward, and to send what it did not
+sample itself. An engine whose weights are uncertain ends the loop with the engine's error.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+
+from farcast.config import SamplingConfig, TaskConfig
+from farcast.engines.base import Completion, Engine
+from farcast.errors import FarcastError, ScoringError, TrajectoryTooLargeError
+from farcast.rollout.environment import Environment, Score, Task
+from farcast.rollout.episode import Episode
+from farcast.rollout.prompts import PromptCodec, ask
+from farcast.rollout.seeds import seed_of
+from farcast.trajectory import FinishReason, Trajectory, TrajectorySender
+
+MAX_IN_FLIGHT = 4
+"""Groups that may wait to be written. A crash loses these: they were never acknowledged."""
+
+_IDLE_SECONDS = 0.1
+_FIRST_RETRY_SECONDS = 0.5
+_LAST_RETRY_SECONDS = 15.0
+
+
+class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker did since it started. Seconds are wall time of the loop."""
+
+    groups: int = 0
+    trajectories: int = 0
+    """Durable in the store."""
+    tokens: int = 0
+    """Sampled."""
+    aborted: int = 0
+    refused: int = 0
+    """Groups given up because a trajectory was too large."""
+    retries: int = 0
+    """Submissions repeated because the store did not answer."""
+    reward_sum: float = 0.0
+    sampling_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    """Held up by the trainer's backlog, by the store, or for a first version."""
+
+
+class _Drawn(NamedTuple):
+    """A task with its prompt, and the seed and id of its group."""
+
+    group_id: str
+    seed: int
+    task: Task
+    prompt: tuple[int, ...]
+
+
+class _Sent(NamedTuple):
+    """What became of a group: how many trajectories are durable, after how many repetitions."""
+
+    trajectories: int
+    retries: int
+    refused: bool
+
+
+class Worker:
+    """Samples for one run with one engine. `report` is called after each round of sampling and
+    every tenth of a second while waiting."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        codec: PromptCodec,
+        sender: TrajectorySender,
+        *,
+        group_size: int,
+        task: TaskConfig,
+        sampling: SamplingConfig,
+        engine_name: str = "",
+        report: Callable[[WorkerCounters], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._codec = codec
+        self._sender = sender
+        self._group_size = group_size
+        self._task = task
+        self._sampling = sampling
+        self._engine_name = engine_name
+        self._report = report
+        self._stop = stop
+        self._session = secrets.token_hex(6)
+        self._first_sequence: int | None = None
+        self._drawn = 0
+        self._counters = WorkerCounters()
+        self._in_flight: deque[Future[_Sent]] = deque()
+
+    @property
+    def counters(self) -> WorkerCounters:
+        return self._counters
+
+    def run(self) -> WorkerCounters:
+        """Sample until `stop` says so; what was sampled by then is sent before it returns,
+        unless the store does not answer."""
+        with ThreadPoolExecutor(1, thread_name_prefix="farcast-submit") as pool:
+            while not self._stop():
+                if self._is_ready():
+                    self._round(pool)
+                else:
+                    time.sleep(_IDLE_SECONDS)
+                    self._count(waiting_seconds=_IDLE_SECONDS)
+                self._report(self._counters)
+        self._collect()
+        self._report(self._counters)
+        return self._counters
+
+    def _is_ready(self) -> bool:
+        """Whether sampling now would be of use. Errors of earlier submissions surface here."""
+        self._collect()
+        if self._engine.version is None or len(self._in_flight) >= MAX_IN_FLIGHT:
+            return False
+        try:
+            if self._first_sequence is None:
+                self._first_sequence = self._sender.next_sequence
+            return not self._sender.is_full()
+        except FarcastError as error:
+            if not error.retry:
+                raise
+            return False  # a store that does not answer has no room
+
+    def _collect(self) -> None:
+        """Take the results of submissions that are done."""
+        while self._in_flight and self._in_flight[0].done():
+            sent = self._in_flight.popleft().result()
+            self._count(
+                groups=int(sent.trajectories > 0),
+                trajectories=sent.trajectories,
+                refused=int(sent.refused),
+                retries=sent.retries,
+            )
+
+    def _round(self, pool: ThreadPoolExecutor) -> None:
+        """One batch through the engine: `batch_groups` groups, each sent as it is scored."""
+        drawn = [self._draw() for _ in range(self._sampling.batch_groups)]
+        prompts = [d.prompt for d in drawn for _ in range(self._group_size)]
+        started, clock = time.time(), time.monotonic()
+        completions = self._engine.generate(
+            prompts, self._sampling, seed=seed_of(drawn[0].group_id, "sample")
+        )
+        self._count(
+            sampling_seconds=time.monotonic() - clock,
+            tokens=sum(len(c.token_ids) for c in completions),
+        )
+        ended = time.time()
+        for index, one in enumerate(drawn):
+            own = completions[index * self._group_size : (index + 1) * self._group_size]
+            group = [
+                self._trajectory(one, member, completion, started, ended)
+                for member, completion in enumerate(own)
+            ]
+            self._in_flight.append(pool.submit(self._submit, group))
+
+    def _draw(self) -> _Drawn:
+        """The next task. Seeds come from this worker's id, from where its sequence stood at the
+        start, and from a count, so that neither another worker nor a restart draws them again."""
+        seed = seed_of(self._sender.worker_id, self._first_sequence or 0, self._drawn)
+        group_id = f"{self._session}-{self._drawn:06d}"
+        self._drawn += 1
+        task = self._environment.task(seed)
+        prompt = self._codec.encode_prompt(ask(self._task.instruction, task.question))
+        return _Drawn(group_id, seed, task, tuple(prompt))
+
+    def _trajectory(
+        self, drawn: _Drawn, member: int, completion: Completion, started: float, ended: float
+    ) -> Trajectory:
+        episode = Episode()
+        episode.show(drawn.prompt, "user", started=started, ended=started)
+        episode.sampled(completion, started=started, ended=ended)
+        finish, score = self._score(drawn.task, completion)
+        self._count(aborted=int(finish == "aborted"), reward_sum=score.reward)
+        return Trajectory(
+            id=f"{drawn.group_id}-{member}",
+            group_id=drawn.group_id,
+            group_size=self._group_size,
+            worker_id=self._sender.worker_id,
+            token_ids=tuple(episode.token_ids),
+            logprobs=tuple(episode.logprobs),
+            loss_mask=tuple(episode.loss_mask),
+            spans=tuple(episode.spans),
+            turns=tuple(episode.turns),
+            reward=score.reward,
+            rewards=score.parts,
+            finish_reason=finish,
+            task=self._environment.name,
+            seed=drawn.seed,
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            engine=self._engine_name,
+        )
+
+    def _score(self, task: Task, completion: Completion) -> tuple[FinishReason, Score]:
+        """An episode that the engine or the environment broke off is sent as aborted, so that
+        the trainer releases its group at once instead of waiting for its time limit."""
+        if completion.finish_reason == "aborted":
+            return "aborted", Score(reward=0.0)
+        try:
+            score = self._environment.score(task, self._codec.decode(completion.token_ids))
+        except ScoringError:
+            return "aborted", Score(reward=0.0)
+        return completion.finish_reason, score
+
+    def _submit(self, group: Sequence[Trajectory]) -> _Sent:
+        """Until the group is durable, or `stop` says so while the store does not answer."""
+        retries, delay = 0, _FIRST_RETRY_SECONDS
+        while True:
+            try:
+                self._sender.submit_many(group)
+            except TrajectoryTooLargeError:
+                return _Sent(0, retries, refused=True)
+            except FarcastError as error:
+                if not error.retry:
+                    raise
+                if self._sleep_unless_stopped(delay):
+                    return _Sent(0, retries, refused=False)
+                retries, delay = retries + 1, min(2 * delay, _LAST_RETRY_SECONDS)
+            else:
+                return _Sent(len(group), retries, refused=False)
+
+    def _sleep_unless_stopped(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._stop():
+            time.sleep(_IDLE_SECONDS)
+        return self._stop()
+
+    def _count(self, **more: float) -> None:
+        now = {name: getattr(self._counters, name) + value for name, value in more.items()}
+        self._counters = msgspec.structs.replace(self._counters, **now)
