@@ -1,4 +1,5 @@
 """As much of S3 as one bucket needs, in this process, so that a test can script its answers.
+Google's XML interface differs for what farcast asks only in the name of one header.
 
 `respond` is asked first about every request; what it returns is sent as it is. `honest=False`
 ignores conditional creates, as several gateways do.
@@ -7,6 +8,7 @@ ignores conditional creates, as several gateways do.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -49,6 +51,7 @@ class S3Stub:
     """Called between looking and writing."""
     seen: list[Seen] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
+    parts: dict[tuple[str, int], bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> "S3Stub":
@@ -82,6 +85,9 @@ class S3Stub:
         }
         return open_store(f"s3://bucket/{prefix}", **{**defaults, **options})
 
+    def open_google(self, prefix: str = "run") -> Store:
+        return open_store(f"gs://bucket/{prefix}", endpoint=self.endpoint, bearer_token=SECRET)
+
     def methods(self) -> list[str]:
         return [seen.method for seen in self.seen]
 
@@ -107,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if answer is not None:
             self._send(answer.status, _error(answer.code))
+        elif self.command == "POST" or "uploadId=" in url.query:
+            self._put_in_parts(key, parse_qs(url.query, keep_blank_values=True), body)
         elif self.command == "PUT":
             self._put(key, body)
         elif self.command == "DELETE":
@@ -126,14 +134,32 @@ class _Handler(BaseHTTPRequestHandler):
     def _put(self, key: str, body: bytes) -> None:
         self.stub.before_put()
         with self.stub.lock:
-            guarded = self.headers.get("If-None-Match") == "*" and self.stub.honest
-            taken = guarded and key in self.stub.objects
+            s3, google = self.headers["If-None-Match"], self.headers["x-goog-if-generation-match"]
+            guarded = s3 == "*" or google == "0"
+            taken = guarded and self.stub.honest and key in self.stub.objects
             if not taken:
                 self.stub.objects[key] = body
         if taken:
             self._send(412, _error("PreconditionFailed"))
         else:
-            self._send(200, b"", {"ETag": f'"{hash(body)}"'})
+            self._send(200, b"", {"ETag": f'"{hash(body)}"', "x-goog-generation": "1"})
+
+    def _put_in_parts(self, key: str, query: dict[str, list[str]], body: bytes) -> None:
+        if "uploads" in query:
+            text = "<InitiateMultipartUploadResult><Bucket>bucket</Bucket><Key>k</Key>"
+            text += "<UploadId>1</UploadId></InitiateMultipartUploadResult>"
+            self._send(200, text.encode())
+        elif self.command == "PUT":
+            with self.stub.lock:
+                self.stub.parts[key, int(query["partNumber"][0])] = body
+            self._send(200, b"", {"ETag": '"part"'})
+        else:
+            with self.stub.lock:
+                numbers = sorted(number for other, number in self.stub.parts if other == key)
+                parts = [self.stub.parts.pop((key, number)) for number in numbers]
+                self.stub.objects[key] = b"".join(parts)
+            text = "<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
+            self._send(200, text.encode(), {"x-goog-generation": "1"})
 
     def _get(self, key: str) -> None:
         data = self.stub.objects.get(key)
@@ -158,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         keys = sorted(k for k in self.stub.objects if k.startswith(prefix) and k > after)
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(self.stub.objects[key])}</Size>"
-            "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>x</ETag></Contents>"
+            f"<LastModified>{datetime.now(UTC).isoformat()}</LastModified><ETag>x</ETag></Contents>"
             for key in keys
         )
         text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"

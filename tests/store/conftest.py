@@ -49,6 +49,7 @@ BACKENDS = [
     "fault",
     "seaweed",
     "moto",
+    "google-stub",
     pytest.param("azurite", marks=pytest.mark.full),
 ]
 
@@ -63,6 +64,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         bucket: Bucket = request.getfixturevalue(f"{kind}_bucket")
         prefix = f"run-{secrets.token_hex(6)}/deep"
         return lambda: bucket.open(prefix)
+    if kind == "google-stub":
+        stub: S3Stub = request.getfixturevalue("stub")
+        return lambda: stub.open_google()
     if kind == "azurite":
         open_prefix: Callable[[str], Store] = request.getfixturevalue("azurite_container")
         name = f"run-{secrets.token_hex(6)}"

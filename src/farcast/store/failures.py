@@ -46,6 +46,12 @@ def not_found(url: str, key: str) -> ObjectNotFoundError:
     return ObjectNotFoundError(f"{url} has no object {key!r}.")
 
 
+def no_bucket(place: "Place") -> StoreAccessError:
+    return StoreAccessError(
+        f"The bucket or container of {place} does not exist; create it or correct the URL."
+    )
+
+
 @contextlib.contextmanager
 def translated_os_errors(url: str, key: str) -> Iterator[None]:
     try:
@@ -114,6 +120,7 @@ _WRONG_REGION = re.compile(
 )
 _FULL_CODES = re.compile(r"QuotaExceeded|StorageFull|InsufficientStorage|NoSpaceLeft")
 
+_PAST_THE_END = re.compile(r"Wanted range starting at|StartTooLarge")
 _BROKE_OFF = re.compile(r"kind: (Interrupted|Timeout|Unknown|Decode)\b")
 
 _CHECKSUM_HINT = (
@@ -139,12 +146,10 @@ def from_obstore_error(error: Exception, place: Place, key: str) -> FarcastError
     code = _CODE.search(text)
     answer = " ".join(filter(None, [str(status or ""), code[1] if code else ""]))
     if _NO_BUCKET.search(text):
-        return StoreAccessError(
-            f"The bucket or container of {place} does not exist; create it or correct the URL."
-        )
+        return no_bucket(place)
     if isinstance(error, FileNotFoundError):
         return not_found(place.url, key)
-    if status == 416:
+    if status == 416 or _PAST_THE_END.search(text):
         return IntegrityError(
             f"The object {key!r} in {place} is shorter than what was asked of it; "
             "fetch it from another source."

@@ -27,6 +27,7 @@ from farcast.errors import (
     ObjectNotFoundError,
     StoreAccessError,
     StoreUnavailableError,
+    StoreUnsupportedError,
 )
 from farcast.store.base import ObjectInfo
 from farcast.store.buffers import byte_view
@@ -37,6 +38,8 @@ STAGING = ".farcast-staging"
 
 _MAX_WRITE = 1 << 30
 """Linux moves at most 2 GiB in one call; half of that keeps the loop simple."""
+
+_NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -78,7 +81,7 @@ class FileStore:
             with self._staged(data) as (staging, temporary):
                 try:
                     if if_absent:
-                        os.link(temporary, name, src_dir_fd=staging, dst_dir_fd=folder)
+                        self._link(temporary, name, staging, folder)
                     else:
                         os.replace(temporary, name, src_dir_fd=staging, dst_dir_fd=folder)
                 except FileExistsError:
@@ -260,6 +263,18 @@ class FileStore:
                     os.unlink(name, dir_fd=staging)
                 finally:
                     os.close(file)
+
+    def _link(self, temporary: str, name: str, staging: int, folder: int) -> None:
+        """Give the object its name, unless that is taken: the one step that commits."""
+        try:
+            os.link(temporary, name, src_dir_fd=staging, dst_dir_fd=folder)
+        except OSError as error:
+            if error.errno in _NO_HARD_LINKS:
+                raise StoreUnsupportedError(
+                    f"The file system of {self.url} has no hard links, without which nothing can "
+                    "be created conditionally; use a local disk, or the bucket behind a mount."
+                ) from None
+            raise
 
     def _taken(self, folder: int, key: str) -> None:
         # The winner may still be about to sync the name: "it exists" must be durable as well.

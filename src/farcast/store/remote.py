@@ -34,6 +34,7 @@ from farcast.store.failures import (
     Place,
     broke_off,
     from_obstore_error,
+    no_bucket,
     over_limit,
     short_read,
     status_of,
@@ -188,7 +189,7 @@ class RemoteStore:
                 raise short_read(key, 0, size, len(data))
             return data
 
-        return self._call("download", key, read)
+        return self._read("download", key, read)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         check_range(start, length)
@@ -206,7 +207,7 @@ class RemoteStore:
                 raise short_read(key, start, length, len(data))
             return data
 
-        return self._call("download", key, read)
+        return self._read("download", key, read)
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -217,7 +218,7 @@ class RemoteStore:
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            self._call("small", key, lambda store: obstore.delete(store, path))
+            self._read("small", key, lambda store: obstore.delete(store, path))
         except ObjectNotFoundError:
             return
 
@@ -259,7 +260,7 @@ class RemoteStore:
 
     def _exists(self, path: str, key: str) -> bool:
         try:
-            self._call("small", key, lambda store: obstore.head(store, path))
+            self._read("small", key, lambda store: obstore.head(store, path))
         except ObjectNotFoundError:
             return False
         return True
@@ -303,6 +304,15 @@ class RemoteStore:
                     yield ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
 
     def _call(
+        self, use: Use, key: str, action: Callable[["ObjectStore"], _T], *, renew: bool = True
+    ) -> _T:
+        """Run a request that no absent object can fail: "not found" means the bucket."""
+        try:
+            return self._read(use, key, action, renew=renew)
+        except ObjectNotFoundError:
+            raise no_bucket(self._place) from None
+
+    def _read(
         self, use: Use, key: str, action: Callable[["ObjectStore"], _T], *, renew: bool = True
     ) -> _T:
         """Run one request. Refused credentials are renewed once, if there is a way to."""
