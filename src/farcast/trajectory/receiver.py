@@ -27,6 +27,7 @@ from blake3 import blake3
 
 from farcast.errors import (
     BrokenBatchError,
+    ConfigError,
     FarcastError,
     FormatError,
     IntegrityError,
@@ -43,6 +44,7 @@ from farcast.trajectory.keys import (
     checked_name,
     sequence_of,
 )
+from farcast.trajectory.membership import check_run
 from farcast.trajectory.wire import Trajectory
 from farcast.types import MAX_VERSION, NAME_PATTERN, Name
 
@@ -118,6 +120,7 @@ class TrajectoryReceiver:
         self._duplicates = 0
         self._skipped = 0
         self._discovered_at: float | None = None
+        self._refused: dict[str, int] = {}
         self._waiting_since: dict[str, float] = {}
         self._discarded: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(_FETCHES, thread_name_prefix="farcast-receive")
@@ -162,12 +165,12 @@ class TrajectoryReceiver:
         Its trajectories are lost to the run, and the batch is counted in `skipped`. Where
         batches are missing, all of the gap is passed.
         """
-        if not isinstance(self._held.get(worker_id), _Broken):
-            raise FormatError(
+        position = self._positions.get(worker_id)
+        if position is None or self._refused.get(worker_id) != position.sequence:
+            raise ConfigError(
                 f"The next batch of worker {worker_id[:130]} is not known to be broken; "
                 "skip only after consume() has raised BrokenBatchError."
             )
-        position = self._positions[worker_id]
         first = next(self._sequences(worker_id, position.sequence), position.sequence)
         self._advance(worker_id, max(first, position.sequence + 1))
         self._skipped += 1
@@ -204,6 +207,7 @@ class TrajectoryReceiver:
         self._after = read.after
         self._duplicates, self._skipped = read.duplicates, read.skipped
         self._held.clear()
+        self._refused.clear()
         self._waiting_since.clear()
         self._discovered_at = None
 
@@ -241,8 +245,11 @@ class TrajectoryReceiver:
             for worker in ready:
                 held = self._held[worker]
                 if isinstance(held, _Broken):
+                    # Read anew by the next call: it may be whole in the store.
+                    del self._held[worker]
                     if taken:
                         return taken
+                    self._refused[worker] = self._positions[worker].sequence
                     raise self._broken(worker, held.cause) from held.cause
                 taken += self._take(worker, held, max_items - len(taken))
                 if len(taken) == max_items:
@@ -253,6 +260,8 @@ class TrajectoryReceiver:
         """Look for workers not known yet, unless that was done a moment ago. True if some are."""
         now, known = self._clock(), len(self._positions)
         last = self._discovered_at
+        if last is None:
+            check_run(self._store, self._run_id)
         if last is not None and not at_once and now - last < self._discover_seconds:
             return False
         for info in self._store.list(WORKERS_PREFIX):
@@ -350,10 +359,11 @@ class TrajectoryReceiver:
         since = self._waiting_since.setdefault(worker, now)
         if now - since < _GAP_CHECK_SECONDS:
             return
-        self._waiting_since[worker] = now
         sequence = self._positions[worker].sequence
         later = next(self._sequences(worker, sequence + 1), None)
-        if later is not None and isinstance(self._read(worker), _Missing):
+        if later is None:
+            self._waiting_since[worker] = now
+        elif isinstance(self._read(worker), _Missing):
             self._held[worker] = _Broken(
                 IntegrityError(f"Batch {sequence} is missing although batch {later} exists.")
             )

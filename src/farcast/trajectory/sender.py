@@ -26,6 +26,7 @@ from farcast.errors import (
     LimitError,
     ObjectExistsError,
     ObjectNotFoundError,
+    StoreUnavailableError,
 )
 from farcast.store.base import Store
 from farcast.trajectory.encoding import MAX_BATCH_BYTES, Payload, decode_batch, pack, seal
@@ -36,6 +37,7 @@ from farcast.trajectory.keys import (
     sequence_of,
     worker_key,
 )
+from farcast.trajectory.membership import check_run
 from farcast.trajectory.wire import Trajectory
 
 DEFAULT_BATCH_BYTES = 1 << 23
@@ -47,6 +49,7 @@ RECALLED_BATCHES = 16
 REMEMBERED_IDS = 1 << 16
 
 _POLL_SECONDS = 0.2
+_CREATE_TRIES = 4
 
 
 class Backlog(NamedTuple):
@@ -192,15 +195,23 @@ class TrajectorySender:
         """Put `data` under the next number. False when another process holds that number; its
         ids are then known and the number is passed."""
         key = batch_key(self._worker_id, self._next)
-        try:
-            self._store.put(key, data, if_absent=True)
-        except ObjectExistsError:
-            held = self._held(self._next)
-            if held != data:
-                self._note(self._contents(held), len(held))
-                return False
-        self.bytes_sent += len(data)
-        return True
+        for _ in range(_CREATE_TRIES):
+            try:
+                self._store.put(key, data, if_absent=True)
+            except ObjectExistsError:
+                try:
+                    held = self._held(self._next)
+                except ObjectNotFoundError:
+                    continue  # refused, yet nothing is there: some stores answer so under load
+                if held != data:
+                    self._note(self._contents(held), len(held))
+                    return False
+            self.bytes_sent += len(data)
+            return True
+        raise StoreUnavailableError(
+            f"The store refuses to create {key!r} as if it existed, but holds nothing there; "
+            "submit again later."
+        )
 
     def _note(self, trajectories: Sequence[Trajectory], size: int) -> None:
         """The batch under the next number is durable."""
@@ -213,11 +224,11 @@ class TrajectorySender:
             self._known.popitem(last=False)
 
     def _held(self, sequence: int) -> bytes:
-        """What stands under a number that is taken. Nothing, when it was read and deleted in the
-        meantime: the number is behind the reader then, and never used again."""
+        """What stands under a number; nothing of use when it is larger than a batch may be."""
+        key = batch_key(self._worker_id, sequence)
         try:
-            return self._store.get(batch_key(self._worker_id, sequence), max_bytes=MAX_BATCH_BYTES)
-        except (ObjectNotFoundError, LimitError):
+            return self._store.get(key, max_bytes=MAX_BATCH_BYTES)
+        except LimitError:
             return b""
 
     @staticmethod
@@ -235,6 +246,7 @@ class TrajectorySender:
             return
         with self._writing:
             if not self._opened:
+                check_run(self._store, self._run_id)
                 self._recall()
                 self._announce()
                 self._opened = True
@@ -250,8 +262,14 @@ class TrajectorySender:
         for sequence, size in found:
             recall = sequence > found[-1][0] - RECALLED_BATCHES
             self._next = sequence
-            self._note(self._contents(self._held(sequence)) if recall else (), size)
+            self._note(self._recalled(sequence) if recall else (), size)
         self._next = max(self._next, self._reader())
+
+    def _recalled(self, sequence: int) -> tuple[Trajectory, ...]:
+        try:
+            return self._contents(self._held(sequence))
+        except ObjectNotFoundError:
+            return ()  # read and discarded by the trainer since it was listed
 
     def _announce(self) -> None:
         """Durable before the first batch, so that no acknowledged batch is out of sight."""

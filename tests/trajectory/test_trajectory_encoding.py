@@ -1,0 +1,325 @@
+"""Whatever the bytes, decoding returns exactly what was encoded or raises one of three errors."""
+
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from farcast.errors import FormatError, IntegrityError, LimitError, TrajectoryTooLargeError
+from farcast.trajectory import Trajectory, Turn, decode_batch, encode_batch
+from farcast.trajectory import encoding as enc
+from trajectory_world import RUN, episode, group, span
+
+REFUSALS = (FormatError, LimitError, IntegrityError)
+
+tokens = st.integers(0, 2**31 - 1)
+logprob = st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False)
+words = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    count = draw(st.integers(1, 40))
+    mask = tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    cut = draw(st.integers(1, count))
+    spans = [span(0, cut, draw(st.integers(0, 10**12 - 1)))]
+    if cut < count:
+        spans.append(span(cut, count, draw(st.integers(0, 9))))
+    return Trajectory(
+        id=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)),
+        group_id="g",
+        group_size=draw(st.integers(1, 65536)),
+        worker_id="w",
+        token_ids=tuple(draw(st.lists(tokens, min_size=count, max_size=count))),
+        logprobs=tuple(draw(st.lists(logprob, min_size=count, max_size=count))),
+        loss_mask=mask,
+        spans=tuple(spans),
+        turns=(Turn(role="model", start=0, end=count, started=draw(st.floats(0, 1e10))),),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        rewards=draw(st.dictionaries(words, st.floats(-1, 1), max_size=3)),
+        finish_reason=draw(st.sampled_from(["stop", "length", "aborted"])),
+        task=draw(words),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        metadata=draw(st.dictionaries(words, words, max_size=3)),
+    )
+
+
+@given(st.lists(trajectories(), max_size=5), st.integers(0, 10**12 - 1))
+@settings(max_examples=50, deadline=None)
+def test_decode_of_encode_is_the_same(batch: list[Trajectory], sequence: int) -> None:
+    data = encode_batch(batch, run_id=RUN, sequence=sequence)
+    read = decode_batch(data)
+    assert read == (RUN, sequence, tuple(batch))
+    assert encode_batch(read.trajectories, run_id=RUN, sequence=sequence) == data
+
+
+def test_log_probs_keep_every_float32_bit() -> None:
+    bits = np.array([0x80000000, 0x80000001, 0xBF800001, 0xFF7FFFFF, 0xBF7FFFFF], np.uint32)
+    values = tuple(bits.view(np.float32).tolist())
+    given_ = episode(prompt=0, answer=5, logprobs=values, turns=())
+    (read,) = decode_batch(encode_batch([given_], run_id=RUN, sequence=0)).trajectories
+    assert np.array(read.logprobs, np.float32).view(np.uint32).tolist() == bits.tolist()
+
+
+def test_a_log_prob_that_is_no_float32_becomes_the_nearest() -> None:
+    given_ = episode(prompt=0, answer=1, logprobs=(-0.1,), turns=())
+    (read,) = decode_batch(encode_batch([given_], run_id=RUN, sequence=0)).trajectories
+    assert read.logprobs == (float(np.float32(-0.1)),)
+
+
+def test_sampled_tokens_outside_the_loss_keep_their_log_probs() -> None:
+    given_ = episode(prompt=2, answer=3, loss_mask=(False, False, True, False, True))
+    assert decode_batch(encode_batch([given_], run_id=RUN, sequence=0)).trajectories == (given_,)
+
+
+@pytest.mark.parametrize("largest", [255, 256, 65535, 65536, 1 << 24, 2**31 - 1])
+def test_every_width_of_token_ids(largest: int) -> None:
+    given_ = episode(prompt=0, answer=3, token_ids=(0, largest, 1))
+    assert decode_batch(encode_batch([given_], run_id=RUN, sequence=0)).trajectories == (given_,)
+
+
+ids_with = (1, 2, 3, 4, 5, 6, 7)
+zeros = (0.0,) * 7
+BROKEN: dict[str, dict[str, Any]] = {
+    "no token": {"token_ids": (), "logprobs": (), "loss_mask": ()},
+    "fewer log-probs than tokens": {"logprobs": zeros},
+    "fewer mask entries": {"loss_mask": (True,) * 7},
+    "negative token id": {"token_ids": (*ids_with, -1)},
+    "token id over 31 bits": {"token_ids": (*ids_with, 2**31)},
+    "token id over 64 bits": {"token_ids": (*ids_with, 2**70)},
+    "fractional token id": {"token_ids": (*ids_with, 8.5)},
+    "text for token ids": {"token_ids": ("a",) * 8},
+    "nan log-prob": {"logprobs": (*zeros, float("nan"))},
+    "infinite log-prob": {"logprobs": (*zeros, float("-inf"))},
+    "log-prob beyond float32": {"logprobs": (*zeros, -1e300)},
+    "log-prob above zero": {"logprobs": (*zeros, 0.5)},
+    "numbers for the mask": {"loss_mask": (0, 0, 0, 1, 1, 1, 1, 1)},
+    "prompt token in the loss": {"loss_mask": (True,) * 8, "spans": (span(0, 8, 1),)},
+    "uncovered token in the loss": {"spans": (span(3, 7, 1),)},
+    "no span": {"spans": ()},
+    "overlapping spans": {"spans": (span(3, 6, 1), span(5, 8, 2))},
+    "spans out of order": {"spans": (span(5, 8, 1), span(3, 5, 2))},
+    "empty span": {"spans": (span(3, 3, 1), span(3, 8, 2))},
+    "span beyond the end": {"spans": (span(3, 9, 1),)},
+    "span with a bad root": {"spans": (replace(span(3, 8, 1), root="x"),)},
+    "span of a negative version": {"spans": (replace(span(3, 8, 1), version=-1),)},
+    "turn beyond the end": {"turns": (Turn(role="model", start=0, end=9),)},
+    "overlapping turns": {
+        "turns": (Turn(role="user", start=0, end=3), Turn(role="model", start=2, end=8))
+    },
+    "turn that ends before it starts": {"turns": (Turn(role="user", start=3, end=2),)},
+    "unknown role": {"turns": (Turn(role="boss", start=0, end=3),)},  # type: ignore[arg-type]
+    "turn at no time": {"turns": (Turn(role="model", start=0, end=8, ended=float("nan")),)},
+    "nan reward": {"reward": float("nan")},
+    "infinite part of the reward": {"rewards": {"a": float("inf")}},
+    "text for a reward": {"reward": "1"},
+    "temperature zero": {"temperature": 0.0},
+    "id that climbs": {"id": "../x"},
+    "empty group id": {"group_id": ""},
+    "group of none": {"group_size": 0},
+    "unknown finish reason": {"finish_reason": "bored"},
+    "seed beyond 64 bits": {"seed": 2**63},
+    "seed beyond any integer": {"seed": 2**80},
+    "metadata that is no text": {"metadata": {"a": 1}},
+    "metadata that is no unicode": {"metadata": {"a": "\ud800"}},
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_trajectory_cannot_be_written(what: str) -> None:
+    with pytest.raises(FormatError):
+        encode_batch([episode("fine"), episode(**BROKEN[what])], run_id=RUN, sequence=0)
+
+
+def test_rounding_above_zero_is_allowed() -> None:
+    encode_batch([episode(logprobs=(*zeros, 1e-6))], run_id=RUN, sequence=0)
+
+
+def sealed(body: bytes, /, **prefix: int) -> bytes:
+    """A batch around any body, with a right digest: what only an attacker writes."""
+    payload = zstandard.compress(body, 1)
+    sizes = {"format": 1, "zero": 0, "sequence": 0, "body": len(body), "payload": len(payload)}
+    head = struct.pack("<4sHHQII", b"FCTB", *(sizes | prefix).values())
+    return head + blake3(head).update(payload).digest() + payload
+
+
+def body_of(data: bytes) -> bytes:
+    return zstandard.decompress(data[56:])
+
+
+def forged(change: Callable[[list[Any]], object]) -> bytes:
+    """A batch of two whose header was changed and everything around it made right again."""
+    body = body_of(encode_batch(group("g", 2), run_id=RUN, sequence=0))
+    (size,) = struct.unpack_from("<I", body)
+    header = msgspec.msgpack.decode(body[4 : 4 + size])
+    change(header)
+    packed = msgspec.msgpack.encode(header)
+    return sealed(struct.pack("<I", len(packed)) + packed + body[4 + size :])
+
+
+RECORDS, POLICY, TOKENS, VALUES, MASK_RUNS, SPANS, REWARD = 3, 2, 4, 5, 6, 8, 10
+
+
+def put(field: int, *values: Any) -> Callable[[list[Any]], object]:
+    def change(header: list[Any]) -> None:
+        for record, value in zip(header[RECORDS], values, strict=False):
+            record[field] = value
+
+    return change
+
+
+GOOD = encode_batch([episode()], run_id=RUN, sequence=0)
+ATTACKS: dict[str, bytes] = {
+    "nothing": b"",
+    "prefix alone": GOOD[:56],
+    "cut": GOOD[:-1],
+    "trailing byte": GOOD + b"\0",
+    "empty body": sealed(b""),
+    "a body of zeros": sealed(bytes(100)),
+    "header length 0": sealed(struct.pack("<I", 0)),
+    "header length 1": sealed(struct.pack("<I", 1)),
+    "header length 2**31": sealed(struct.pack("<I", 1 << 31) + bytes(64)),
+    "header length 2**32-1": sealed(struct.pack("<I", (1 << 32) - 1) + bytes(64)),
+    "body size 2**32-1": sealed(bytes(64), body=(1 << 32) - 1),
+    "body size too small": sealed(bytes(64), body=63),
+    "payload size 2**32-1": sealed(bytes(64), payload=(1 << 32) - 1),
+    "sequence beyond keys": sealed(bytes(64), sequence=10**12),
+    "other format": sealed(bytes(64), format=2),
+    "reserved bits": sealed(bytes(64), zero=1),
+    "bomb": sealed(bytes(enc.MAX_BODY_BYTES + 1)),
+    "bomb that lies": sealed(bytes(enc.MAX_BODY_BYTES + 1), body=1000),
+    "a million records": sealed(b"\x0a\0\0\0\x94\xa1r\x01\x90\xdd\x00\x0f\x42\x40" + bytes(600)),
+    "2**32-1 records": sealed(b"\x0a\0\0\0\x94\xa1r\x01\x90\xdd\xff\xff\xff\xff" + bytes(600)),
+    "4 Mi tokens claimed": forged(put(TOKENS, 1 << 22)),
+    "over 8 Mi tokens claimed": forged(put(TOKENS, 1 << 22, 1 << 22)),
+    "tokens moved to a neighbour": forged(put(TOKENS, 5, 11)),
+    "negative tokens": forged(put(TOKENS, -1)),
+    "tokens 2**63": forged(put(TOKENS, 1 << 63)),
+    "values moved to a neighbour": forged(put(VALUES, 4, 6)),
+    "no runs": forged(put(MASK_RUNS, 0)),
+    "runs moved to a neighbour": forged(put(MASK_RUNS, 1, 3)),
+    "policy out of range": forged(lambda h: h[RECORDS][0][SPANS][0].__setitem__(POLICY, 1)),
+    "policy -1": forged(lambda h: h[RECORDS][0][SPANS][0].__setitem__(POLICY, -1)),
+    "width 0": forged(lambda h: h.__setitem__(1, 0)),
+    "width 5": forged(lambda h: h.__setitem__(1, 5)),
+    "run id that climbs": forged(lambda h: h.__setitem__(0, "../x")),
+    "text for a number": forged(put(TOKENS, "8")),
+    "record too short": forged(lambda h: h[RECORDS][0].pop()),
+    "record too long": forged(lambda h: h[RECORDS][0].append(1)),
+    "nan reward": forged(put(REWARD, float("nan"))),
+}
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_attacks_are_refused_in_little_memory(what: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(REFUSALS):
+            decode_batch(ATTACKS[what])
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    code = f"cos\nsystem\n(S'touch {canary}'\ntR.".encode()
+    for data in (code, sealed(code), sealed(struct.pack("<I", len(code)) + code)):
+        with pytest.raises(REFUSALS):
+            decode_batch(data)
+    assert not canary.exists()
+
+
+def test_any_flipped_bit_is_refused() -> None:
+    data = encode_batch(group("g"), run_id=RUN, sequence=7)
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(REFUSALS):
+            decode_batch(bytes(flipped))
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_mutated_bodies_decode_or_are_refused(data: st.DataObject) -> None:
+    body = bytearray(body_of(encode_batch(group("g", 3), run_id=RUN, sequence=0)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, max(len(body) - 1, 0)))
+        action = data.draw(st.sampled_from(["set", "cut", "insert"]))
+        if action == "set" and body:
+            body[at] = data.draw(st.integers(0, 255))
+        elif action == "cut":
+            del body[at : at + data.draw(st.integers(1, 8))]
+        else:
+            body[at:at] = data.draw(st.binary(max_size=8))
+    try:
+        read = decode_batch(sealed(bytes(body)))
+    except REFUSALS:
+        return
+    # What is accepted is valid, and says the same when it is written again.
+    again = encode_batch(read.trajectories, run_id=read.run_id, sequence=read.sequence)
+    assert decode_batch(again) == read
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_refused(data: bytes) -> None:
+    for candidate in (data, b"FCTB" + data, sealed(data)):
+        with pytest.raises(REFUSALS):
+            decode_batch(candidate)
+
+
+def test_large_batches_are_split_and_rejoin_exactly() -> None:
+    batch = group("g", 16, answer=3000)
+    payloads = enc.pack(batch, run_id=RUN, max_bytes=64 << 10)
+    assert len(payloads) > 1
+    assert all(p.size <= 64 << 10 for p in payloads)
+    assert [t for p in payloads for t in decode_batch(enc.seal(p, 0)).trajectories] == batch
+
+
+def test_one_trajectory_over_the_limit_is_named() -> None:
+    large = episode("large", answer=60_000)
+    with pytest.raises(TrajectoryTooLargeError, match="Trajectory large takes"):
+        enc.pack([episode("small"), large], run_id=RUN, max_bytes=64 << 10)
+
+
+def test_the_longest_trajectory_fits_and_a_longer_one_does_not() -> None:
+    count = 1 << 22
+    longest = replace(
+        episode(turns=()),
+        token_ids=(7,) * count,
+        logprobs=(-1.0,) * count,
+        loss_mask=(True,) * count,
+        spans=(span(0, count, 0),),
+    )
+    data = encode_batch([longest], run_id=RUN, sequence=0)
+    assert len(decode_batch(data).trajectories[0].token_ids) == count
+    with pytest.raises(LimitError):
+        encode_batch([replace(longest, token_ids=(7,) * (count + 1))], run_id=RUN, sequence=0)
+
+
+def test_same_trajectories_same_bytes_whatever_the_order_of_dicts() -> None:
+    one = episode(rewards={"a": 1.0, "b": 2.0}, metadata={"x": "1", "y": "2"})
+    two = episode(rewards={"b": 2.0, "a": 1.0}, metadata={"y": "2", "x": "1"})
+    first, second = (encode_batch([t], run_id=RUN, sequence=0) for t in (one, two))
+    assert first == second
+
+
+def test_golden_body() -> None:
+    """The body of format 1 (zstd's own output may differ by release): other bytes need another
+    format number."""
+    body = body_of(encode_batch([episode()], run_id=RUN, sequence=3))
+    assert blake3(body).hexdigest()[:16] == GOLDEN
+
+
+GOLDEN = "e1f5c6d4f90d8a05"
