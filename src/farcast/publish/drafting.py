@@ -72,7 +72,7 @@ def draft_version(how: Drafting, base: Base, target: Mapping[str, TensorBits], s
             return _draft(base.newest, tally, started, repeated=True)
     version = base.version + 1
     before = None if base.newest is None else base.newest.anchor_version
-    if not deltas or before is None or is_anchor_due(version, before, how.anchor_every):
+    if not deltas or is_anchor_due(version, before, how.anchor_every):
         anchor = _put_anchor(how, target, tally, first=not deltas)
     manifest = Manifest(
         run_id=how.archive.run_id,

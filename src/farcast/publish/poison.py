@@ -6,7 +6,8 @@ Refuses to look further than the first finite element, so healthy tensors cost n
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,16 +21,17 @@ _BLOCK = 1 << 16
 
 
 class _Exponent(NamedTuple):
-    """An element is NaN or infinite when all bits of `mask` are set in its `word`."""
+    """An element is NaN or infinite when all bits of `mask` are set in one of its `words`."""
 
-    word: type[np.unsignedinteger]
+    word: type[np.unsignedinteger[Any]]
     mask: int
+    words: int = 1
 
 
 _EXPONENTS = {
     "F64": _Exponent(np.uint64, 0x7FF0_0000_0000_0000),
     "F32": _Exponent(np.uint32, 0x7F80_0000),
-    "C64": _Exponent(np.uint32, 0x7F80_0000),
+    "C64": _Exponent(np.uint32, 0x7F80_0000, words=2),
     "F16": _Exponent(np.uint16, 0x7C00),
     "BF16": _Exponent(np.uint16, 0x7F80),
     "F8_E5M2": _Exponent(np.uint8, 0x7C),
@@ -58,13 +60,12 @@ def is_poison(bits: TensorBits) -> bool:
     exponent = _EXPONENTS.get(bits.dtype)
     if exponent is None:
         return False
-    words = bits.data.view(exponent.word)
-    if words.size < MIN_ELEMENTS:
+    elements = bits.data.view(exponent.word).reshape(-1, exponent.words)
+    if len(elements) < MIN_ELEMENTS:
         return False
     mask = exponent.word(exponent.mask)
-    if (words[0] & mask) != mask:
-        return False
+    ends = [1, *range(_BLOCK, len(elements), _BLOCK), len(elements)]
     return all(
-        bool(np.all((words[start : start + _BLOCK] & mask) == mask))
-        for start in range(0, words.size, _BLOCK)
+        bool(((elements[start:end] & mask) == mask).any(axis=1).all())
+        for start, end in pairwise([0, *ends])
     )

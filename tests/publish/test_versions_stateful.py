@@ -1,0 +1,184 @@
+"""The invariant: what `rebuild(v)` gives is bit for bit what was published as v, or a typed error.
+
+A model-based machine: two trainers publish into one store, call by call a request fails, loses
+its reply or is the last of its process; objects rot and are restored; trainers restart.
+Every attempt uses a step number of its own, so a manifest's step says which tensors it must hold.
+"""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from farcast.errors import FarcastError, StoreUnavailableError, VersionConflictError
+from farcast.lineage import version_key
+from farcast.publish import Publisher
+from farcast.store import MemoryStore
+from farcast.store.archive import Archive
+from farcast.store.testing import Crash, Fail, FaultStore, Freeze, LoseReply
+from version_world import RUN, Tensors, bits_of, contents, copied, keys, plain
+
+SLOTS = st.integers(0, 1)
+
+
+class Trainer:
+    """A process: its link to the store, its publisher, and the weights it would publish next."""
+
+    def __init__(self, store: MemoryStore, weights: Tensors) -> None:
+        self.link = FaultStore(store)
+        self.weights = weights
+        self.publisher = Publisher(
+            self.link, RUN, anchor_every=3, part_bytes=60, workers=1, reanchor=True
+        )
+        self.fenced = False
+
+
+class Versions(RuleBasedStateMachine):
+    changes = Bundle("changes")
+
+    @initialize()
+    def start(self) -> None:
+        self.store = MemoryStore()
+        self.attempts: dict[int, Any] = {}
+        self.committed: dict[str, bytes] = {}
+        self.rotten: dict[str, bytes] = {}
+        weights = {"a": np.zeros(9, np.uint16), "b": np.zeros((3, 4), np.float32)}
+        self.trainers = [Trainer(self.store, copied(weights)) for _ in range(2)]
+
+    @rule(slot=SLOTS, name=st.sampled_from("abc"), where=st.integers(0, 8), value=st.integers(0, 9))
+    def change(self, slot: int, name: str, where: int, value: int) -> None:
+        weights = self.trainers[slot].weights
+        weights.setdefault(name, np.zeros(11, np.uint8)).flat[where] = value
+
+    @rule(slot=SLOTS)
+    def drop(self, slot: int) -> None:
+        self.trainers[slot].weights.pop("c", None)
+
+    @rule(slot=SLOTS, background=st.booleans())
+    def publish(self, slot: int, background: bool) -> None:
+        trainer, step = self.trainers[slot], self._attempt(slot)
+        before = len(keys(self.store, "versions/"))
+        try:
+            ref = self._publish(trainer, step, background)
+        except VersionConflictError:
+            trainer.fenced = True
+            return
+        except FarcastError:
+            assert self.rotten  # what it must read back is damaged
+            return
+        assert not trainer.fenced
+        assert ref.version >= before
+        assert Archive(self.store, RUN).manifest(ref.version).step == step
+
+    @rule(
+        slot=SLOTS,
+        index=st.integers(1, 9),
+        fault=st.sampled_from([Fail(), LoseReply(), Freeze()]),
+        background=st.booleans(),
+    )
+    def publish_in_trouble(self, slot: int, index: int, fault: Any, background: bool) -> None:
+        trainer, step = self.trainers[slot], self._attempt(slot)
+        trainer.link.fail_call(index, fault)
+        try:
+            ref = self._publish(trainer, step, background)
+        except Crash:
+            self.restart(slot)
+        except VersionConflictError:
+            trainer.fenced = True
+        except StoreUnavailableError:
+            pass
+        except FarcastError:
+            assert self.rotten
+        else:
+            assert Archive(self.store, RUN).manifest(ref.version).step == step
+        finally:
+            trainer.link.clear()
+
+    @rule(slot=SLOTS)
+    def repeat(self, slot: int) -> None:
+        """The newest version's own tensors and step, from a restarted trainer: nothing happens."""
+        newest = Archive(self.store, RUN).newest()
+        if newest is None or self.rotten:
+            return
+        self.restart(slot)
+        archive = Archive(self.store, RUN)
+        self.trainers[slot].weights = {
+            name: bits.data.view({"U16": np.uint16, "F32": np.float32, "U8": np.uint8}[bits.dtype])
+            .reshape(bits.shape)
+            .copy()
+            for name, bits in archive.rebuild(newest.version).items()
+        }
+        before = contents(self.store)
+        found = self.trainers[slot].publisher.publish(self.trainers[slot].weights, step=newest.step)
+        assert found == newest.ref
+        assert contents(self.store) == before
+
+    @rule(slot=SLOTS)
+    def restart(self, slot: int) -> None:
+        self.trainers[slot] = Trainer(self.store, self.trainers[slot].weights)
+
+    @precondition(lambda self: keys(self.store, "objects/"))
+    @rule(pick=st.integers(0, 10**6), bit=st.integers(0, 10**6))
+    def rot(self, pick: int, bit: int) -> None:
+        found = keys(self.store, "objects/")
+        key = found[pick % len(found)]
+        data = bytearray(self.store.get(key, max_bytes=1 << 20))
+        self.rotten.setdefault(key, bytes(data))
+        data[bit // 8 % len(data)] ^= 1 << bit % 8
+        self.store.put(key, bytes(data))
+
+    @rule()
+    def heal(self) -> None:
+        for key, data in self.rotten.items():
+            self.store.put(key, data)
+        self.rotten.clear()
+
+    @invariant()
+    def every_version_is_what_was_published(self) -> None:
+        archive = Archive(self.store, RUN, workers=1)
+        found = keys(self.store, "versions/")
+        assert found == [version_key(version) for version in range(len(found))]
+        for version in range(len(found)):
+            manifest = archive.manifest(version)
+            try:
+                bits = plain(archive.rebuild(version))
+            except FarcastError:
+                assert self.rotten
+                continue
+            assert bits == self.attempts[manifest.step]
+
+    @invariant()
+    def no_manifest_ever_changes(self) -> None:
+        now = contents(self.store, "versions/")
+        assert self.committed.items() <= now.items()
+        self.committed = now
+
+    def teardown(self) -> None:
+        for trainer in getattr(self, "trainers", []):
+            trainer.publisher.close()
+
+    def _attempt(self, slot: int) -> int:
+        step = len(self.attempts)
+        self.attempts[step] = bits_of(copied(self.trainers[slot].weights))
+        return step
+
+    def _publish(self, trainer: Trainer, step: int, background: bool) -> Any:
+        if not background:
+            return trainer.publisher.publish(trainer.weights, step=step)
+        job = trainer.publisher.publish_async(trainer.weights, step=step)
+        for value in trainer.weights.values():
+            value.flat[0] += 1
+        return job.result()
+
+
+TestVersions = Versions.TestCase
+TestVersions.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
