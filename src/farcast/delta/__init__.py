@@ -1,0 +1,27 @@
+"""Exact deltas between versions of served tensors. Pure: bytes in, values out.
+
+`encode(base, target) -> bytes` and `apply(base, patch) -> dict` work on mappings of arrays;
+`encode_bits` and `Patch` are what the layers above use.
+"""
+
+from farcast.delta.bits import TensorBits, all_bits, from_bits, nbytes_of, to_bits, word_bytes
+from farcast.delta.identity import entry_of, root_of, tensor_digest
+from farcast.delta.patch import EncodedDelta, Patch, PatchEntry, apply, encode, encode_bits
+
+__all__ = [
+    "EncodedDelta",
+    "Patch",
+    "PatchEntry",
+    "TensorBits",
+    "all_bits",
+    "apply",
+    "encode",
+    "encode_bits",
+    "entry_of",
+    "from_bits",
+    "nbytes_of",
+    "root_of",
+    "tensor_digest",
+    "to_bits",
+    "word_bytes",
+]

@@ -1,0 +1,118 @@
+"""The byte format of a delta or an anchor. Pure: bytes in, values out.
+
+    magic      8   "FARDELT" and the format version
+    raw        8   u64, bytes of the header before compression
+    packed     8   u64, bytes of the header after compression
+    header    ..   zstd frame of msgpack [removed, tensors]
+    blobs     ..   one a tensor, in the header's order, back to back
+    digest    32   BLAKE3 of everything before
+
+Tensors stand in byte order of their names. All integers are little endian. The trailing digest
+is checked first, so that a flipped bit anywhere is refused before anything is parsed.
+"""
+
+import struct
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import msgspec
+import zstandard
+from blake3 import blake3
+
+from farcast.delta.bits import nbytes_of, word_bytes
+from farcast.errors import FormatError, IntegrityError, LimitError
+from farcast.types import Digest
+
+MAGIC = b"FARDELT\x01"
+PREFIX = struct.Struct("<8sQQ")
+DIGEST_BYTES = 32
+
+MAX_HEADER_BYTES = 64 << 20
+"""A tensor's row takes about 100 bytes: this is half a million tensors in one object."""
+
+MAX_TENSORS = 1 << 19
+MAX_NAME_BYTES = 1024
+
+HEADER_LEVEL = 9
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tensor of the container. `digest` is of its new bits."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=16)]
+    kind: Literal["sparse", "full"]
+    changed: Annotated[int, msgspec.Meta(ge=0)]
+    digest: Digest
+    size: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    removed: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+
+def write_container(header: Header, blobs: list[bytes]) -> bytes:
+    raw = msgspec.msgpack.encode(header)
+    if len(raw) > MAX_HEADER_BYTES or len(header.rows) > MAX_TENSORS:
+        raise LimitError("Too many tensors for one delta; publish them in several objects.")
+    packed = zstandard.ZstdCompressor(level=HEADER_LEVEL).compress(raw)
+    hasher = blake3()
+    parts = [PREFIX.pack(MAGIC, len(raw), len(packed)), packed, *blobs]
+    for part in parts:
+        hasher.update(part)
+    return b"".join([*parts, hasher.digest()])
+
+
+def read_container(data: bytes | memoryview) -> tuple[Header, list[memoryview]]:
+    """Header and blobs, checked: magic, digest, bounds, order, sizes. Cheapest check first."""
+    view = memoryview(data).cast("B")
+    if len(view) < PREFIX.size + DIGEST_BYTES:
+        raise FormatError("These bytes are too short for a delta; fetch it again.")
+    magic, raw_size, packed_size = PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise FormatError("These bytes are not a delta of a format this version of farcast reads.")
+    if raw_size > MAX_HEADER_BYTES:
+        raise LimitError("The delta's header is over its limit of 64 MiB; refuse its source.")
+    body = view[PREFIX.size : -DIGEST_BYTES]
+    if packed_size > len(body):
+        raise FormatError("The delta ends inside its header; fetch it again.")
+    if blake3(view[:-DIGEST_BYTES]).digest() != bytes(view[-DIGEST_BYTES:]):
+        raise IntegrityError("The delta's bytes do not match their digest; fetch it again.")
+    header = _read_header(body[:packed_size], raw_size)
+    return header, _split(header, body[packed_size:])
+
+
+def _read_header(packed: memoryview, raw_size: int) -> Header:
+    try:
+        if zstandard.frame_content_size(packed) != raw_size:
+            raise FormatError("The delta's header claims a wrong size; refuse its source.")
+        raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=raw_size)
+        header = msgspec.msgpack.decode(raw, type=Header)
+    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        raise FormatError("The delta's header is malformed; refuse its source.") from error
+    names = [row.name.encode() for row in header.rows]
+    if any(a >= b for a, b in pairwise(names)):
+        raise FormatError("The delta's tensors are not in order or not unique; refuse its source.")
+    removed = [name.encode() for name in header.removed]
+    if any(a >= b for a, b in pairwise(removed)):
+        raise FormatError("The delta's removals are not in order; refuse its source.")
+    if set(names) & set(removed):
+        raise FormatError("The delta both removes and writes a tensor; refuse its source.")
+    return header
+
+
+def _split(header: Header, body: memoryview) -> list[memoryview]:
+    blobs, start = [], 0
+    for row in header.rows:
+        words = nbytes_of(row.dtype, row.shape) // word_bytes(row.dtype)
+        if row.changed > words:
+            raise FormatError(f"The delta changes more of {row.name[:80]!r} than it has.")
+        if row.size > len(body) - start:
+            raise FormatError("The delta ends inside its tensors; refuse its source.")
+        blobs.append(body[start : start + row.size])
+        start += row.size
+    if start != len(body):
+        raise FormatError("The delta has bytes that belong to no tensor; refuse its source.")
+    return blobs
