@@ -173,7 +173,7 @@ class GroupBatcher:
     def state(self, *, now: float) -> bytes:
         """Everything held, trajectories included, for the checkpoint."""
         groups = [
-            _GroupState(group_id, now - group.since, self._packed(group))
+            _GroupState(group_id, float(now - group.since), self._packed(group))
             for group_id, group in self._waiting.items()
         ]
         return msgspec.msgpack.encode(
