@@ -1,0 +1,44 @@
+"""Canonical tensor names: those a plain checkpoint has, whatever wraps the module. Pure.
+
+Wrappers put their own attribute into names: `torch.compile` `_orig_mod`, FSDP
+`_fsdp_wrapped_module`, activation checkpointing `_checkpoint_wrapped_module`, DDP a leading
+`module`. The first three are reserved words and go wherever they stand. `module` is a fair name
+for a layer, so it goes only where a wrapper must have put it: in front of every name, or right
+behind another wrapper's.
+"""
+
+from collections.abc import Iterable
+
+from farcast.errors import TensorMismatchError
+
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_DDP = "module"
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """Each given name with its canonical one, in the order given.
+
+    Raises `TensorMismatchError` when two names would become one.
+    """
+    given = list(names)
+    bare = {name: _without_wrappers(name.split(".")) for name in given}
+    if given and all(parts[0] == _DDP and len(parts) > 1 for parts in bare.values()):
+        bare = {name: parts[1:] for name, parts in bare.items()}
+    out = {name: ".".join(parts) for name, parts in bare.items()}
+    owners: dict[str, str] = {}
+    for name, canonical in out.items():
+        if canonical in owners:
+            raise TensorMismatchError(
+                f"The tensors {owners[canonical][:80]!r} and {name[:80]!r} would both be "
+                f"{canonical[:80]!r}; publish only one of them."
+            )
+        owners[canonical] = name
+    return out
+
+
+def _without_wrappers(parts: list[str]) -> list[str]:
+    kept = [part for part in parts if part not in _WRAPPERS]
+    wrapped_outside = len(parts) > 1 and parts[0] in _WRAPPERS
+    if wrapped_outside and len(kept) > 1 and kept[0] == _DDP:
+        return kept[1:]
+    return kept
