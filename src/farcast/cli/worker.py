@@ -35,10 +35,11 @@ def worker(
     settings = parse_link(link) if link is not None else None
 
     from farcast.fleet.launcher import leave_with_parent
+    from farcast.fleet.reporting import default_id
     from farcast.fleet.signals import StopRequest
-    from farcast.fleet.worker_process import default_worker_id, run_worker
+    from farcast.fleet.worker_process import run_worker
 
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        run_worker(store, id or default_worker_id(), link=settings, cache=cache, stop=stop)
+        run_worker(store, id or default_id(), link=settings, cache=cache, stop=stop)

@@ -201,9 +201,7 @@ class _Copy:
             patch = Patch.open(archive.get_object(ref))
             for name, entry in patch.entries.items():
                 if entry.kind == "full":
-                    bits = patch.full(name)
-                    self._bits[name] = np.array(bits.data)
-                    _check_digest(name, bits, entry.digest)
+                    self._bits[name] = np.array(patch.full(name).data)
                 elif name in self._bits:
                     patch.apply_into(name, self._bits[name])
                 else:
@@ -227,11 +225,6 @@ class _Copy:
                 for name, entry in self._entries.items()
             }
         )
-
-
-def _check_digest(name: str, bits: TensorBits, digest: str) -> None:
-    if tensor_digest(bits) != digest:
-        raise IntegrityError(f"the bits of {name[:200]!r} are not those of its digest")
 
 
 class _Reading:

@@ -1,0 +1,122 @@
+"""A replica without an engine: a checkpoint folder that follows a run."""
+
+from pathlib import Path
+
+import msgspec
+
+from farcast.config import LinkConfig
+from farcast.errors import StoreUnavailableError, UnknownVersionError
+from farcast.fleet.assets import fetch_assets
+from farcast.fleet.finding import open_archive
+from farcast.fleet.registry import Registry
+from farcast.fleet.reporting import ReplicaReporter
+from farcast.fleet.signals import StopRequest
+from farcast.replica import CheckpointDirectory, Subscriber, SyncStats
+from farcast.store import CountingStore, LinkedStore, open_store
+from farcast.types import VersionRef
+
+POLL_SECONDS = 1.0
+
+
+class Followed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica did: `farcast replica --json`."""
+
+    replica_id: str
+    run_id: str
+    version: int
+    root: str
+    commits: int
+    bytes_fetched: int
+    bytes_full: int
+    seconds: float
+
+
+def connect(store_url: str, link: LinkConfig | None) -> CountingStore:
+    """The store as seen from a replica: counted, and behind the emulated link if there is one."""
+    store = open_store(store_url)
+    return CountingStore(store if link is None else LinkedStore(store, link))
+
+
+def follow(
+    store_url: str,
+    folder: Path,
+    replica_id: str,
+    *,
+    once: bool,
+    link: LinkConfig | None,
+    stop: StopRequest,
+) -> Followed:
+    """Bring `folder` to the newest version, and keep it there until the trainer is done."""
+    store = connect(store_url, link)
+    archive = open_archive(store)
+    registry = Registry(store)
+    subscriber = Subscriber(store, archive.run_id, CheckpointDirectory(folder))
+    fetch_assets(archive, archive.open_run().assets, folder)
+
+    def fetched() -> int:
+        return store.traffic.bytes_down
+
+    with ReplicaReporter(registry, replica_id, bytes_fetched=fetched) as reporter:
+        if once:
+            _step(subscriber, reporter)
+        while not once and not stop.requested:
+            reporter.check()
+            done = _trainer_is_done(registry)
+            moved = _step_patiently(subscriber, reporter)
+            if done and not moved:
+                break
+            stop.wait(0 if moved else POLL_SECONDS)
+    return _followed(replica_id, subscriber)
+
+
+def _step_patiently(subscriber: Subscriber, reporter: ReplicaReporter) -> bool:
+    """A step, or none while the store is away or the run has no version yet."""
+    try:
+        return _step(subscriber, reporter)
+    except (StoreUnavailableError, UnknownVersionError):
+        reporter.state("waiting")
+        return False
+
+
+def _step(subscriber: Subscriber, reporter: ReplicaReporter) -> bool:
+    before = subscriber.ref
+    ref = subscriber.sync()
+    reporter.state("serving")
+    if ref == before:
+        return False
+    report_commit(reporter, ref, subscriber.last)
+    print(f"version {ref.version}  {ref.root[:12]}", flush=True)
+    return True
+
+
+def report_commit(reporter: ReplicaReporter, ref: VersionRef, stats: SyncStats) -> None:
+    """Tell the reporter what a commit took."""
+    reporter.committed(
+        ref,
+        staged_seconds=stats.fetch_seconds + stats.decode_seconds,
+        commit_seconds=stats.commit_seconds,
+        bytes_fetched=stats.bytes_fetched,
+        bytes_full=stats.bytes_full,
+    )
+
+
+def _trainer_is_done(registry: Registry) -> bool:
+    try:
+        trainer = registry.trainer()
+    except StoreUnavailableError:
+        return False
+    return trainer is not None and trainer.state == "done"
+
+
+def _followed(replica_id: str, subscriber: Subscriber) -> Followed:
+    ref, totals = subscriber.ref, subscriber.totals
+    return Followed(
+        replica_id=replica_id,
+        run_id=subscriber.archive.run_id,
+        version=-1 if ref is None else ref.version,
+        root="" if ref is None else ref.root,
+        commits=totals.versions,
+        bytes_fetched=totals.bytes_fetched,
+        bytes_full=totals.bytes_full,
+        seconds=totals.fetch_seconds + totals.decode_seconds + totals.commit_seconds,
+    )

@@ -1,0 +1,103 @@
+"""A replica's record is a fair account of it, and receipts arrive although the store did not."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from farcast.errors import StoreUnavailableError, VersionConflictError
+from farcast.fleet import reporting
+from farcast.fleet.records import Receipt, ReplicaRecord
+from farcast.fleet.registry import Registry
+from farcast.fleet.reporting import ReplicaReporter, default_id
+from farcast.store import open_store
+from farcast.types import NAME_PATTERN, VersionRef
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "WRITE_SECONDS", 0.01)
+
+
+def ref(version: int, root: str = "a" * 64) -> VersionRef:
+    return VersionRef("run", version, root)
+
+
+def commit(reporter: ReplicaReporter, version: int, *, root: str = "a" * 64) -> None:
+    reporter.committed(
+        ref(version, root), staged_seconds=0.5, commit_seconds=0.02, bytes_fetched=9, bytes_full=90
+    )
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_record_tells_what_happened() -> None:
+    now = [100.0]
+    registry = Registry(open_store("memory://"))
+    reporter = ReplicaReporter(registry, "r1", bytes_fetched=lambda: 77, clock=lambda: now[0])
+    assert reporter.record().version == -1
+    with reporter:
+        reporter.state("serving")
+        commit(reporter, 3)
+        assert reporter.record().commit_seconds == 0.0
+        commit(reporter, 4)
+        reporter.sampled(tokens=500, trajectories=8)
+        record = reporter.record()
+        assert (record.version, record.commits, record.trajectories) == (4, 2, 8)
+        assert (record.tokens_per_second, record.bytes_fetched, record.bytes_full) == (50, 77, 180)
+        assert record.commit_seconds == 0.02
+        now[0] += 60
+        assert reporter.record().tokens_per_second == 0
+    assert registry.replicas()["r1"].record.state == "stopped"
+    assert [receipt.version for receipt in registry.receipts()] == [3, 4]
+
+
+def test_an_error_on_its_way_out_is_the_last_word() -> None:
+    registry = Registry(open_store("memory://"))
+    with pytest.raises(ZeroDivisionError), ReplicaReporter(registry, "r1"):
+        raise ZeroDivisionError
+    assert registry.replicas()["r1"].record.state == "failed"
+
+
+def test_receipts_wait_for_a_store_that_is_away() -> None:
+    class AwayAtFirst(Registry):
+        calls = 0
+
+        def put_receipt(self, receipt: Receipt) -> None:
+            self.calls += 1
+            if self.calls < 4:
+                raise StoreUnavailableError("away; wait")
+            super().put_receipt(receipt)
+
+        def write_replica(self, record: ReplicaRecord) -> None:
+            if self.calls < 4:
+                raise StoreUnavailableError("away; wait")
+            super().write_replica(record)
+
+    registry = AwayAtFirst(open_store("memory://"))
+    with ReplicaReporter(registry, "r1") as reporter:
+        commit(reporter, 1)
+        wait_until(lambda: any(registry.receipts()))
+        reporter.check()
+
+
+def test_a_second_replica_under_one_name_is_found_out() -> None:
+    registry = Registry(open_store("memory://"))
+    with ReplicaReporter(registry, "r1") as reporter:
+        commit(reporter, 1)
+        wait_until(lambda: any(registry.receipts()))
+    with ReplicaReporter(registry, "r1") as other:
+        commit(other, 1, root="b" * 64)
+        with pytest.raises(VersionConflictError, match="id of its own"):  # noqa: PT012
+            for _ in range(500):
+                other.check()
+                time.sleep(0.01)
+
+
+def test_a_default_id_is_a_name() -> None:
+    assert NAME_PATTERN.fullmatch(default_id())
