@@ -5,7 +5,7 @@ Every value is checked when it is read; a wrong one raises `ConfigError` with th
 
 import math
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -39,6 +39,12 @@ class TaskConfig(_Frozen, frozen=True, kw_only=True):
     params: dict[str, Any] = {}
     instruction: str = ""
     """Put before each question, in the user's turn."""
+    system: str = ""
+    """The system turn; the model's own default where it is empty."""
+    answer_prefix: str = ""
+    """What the model's turn begins with: not sampled, not scored, not in the loss."""
+    extract: Literal["text", "last_integer"] = "text"
+    """What of an answer is scored: all of its text, or the last integer written in it."""
 
 
 class TrainConfig(_Frozen, frozen=True, kw_only=True):
