@@ -7,6 +7,7 @@ reasoning_gym/<set>      a set of reasoning-gym, such as reasoning_gym/chain_sum
 from farcast.config import TaskConfig
 from farcast.errors import ConfigError
 from farcast.rollout.environment import Environment
+from farcast.rollout.extraction import LastInteger
 from farcast.rollout.letters import Letters
 
 _GYM = "reasoning_gym/"
@@ -14,6 +15,11 @@ _GYM = "reasoning_gym/"
 
 def make_environment(task: TaskConfig) -> Environment:
     """Build the environment that a run names. Raises `ConfigError` for one that is not known."""
+    environment = _named(task)
+    return LastInteger(environment) if task.extract == "last_integer" else environment
+
+
+def _named(task: TaskConfig) -> Environment:
     if task.name == Letters.name:
         try:
             return Letters(**task.params)
