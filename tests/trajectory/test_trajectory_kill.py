@@ -16,7 +16,7 @@ from farcast.trajectory.keys import TRAJECTORIES_PREFIX
 HELPERS = str(Path(__file__).parent.parent)
 
 WORKER = """
-import os, sys
+import os, sys, time
 from trajectory_world import RUN, group
 from farcast.store import open_store
 from farcast.trajectory import TrajectorySender
@@ -24,6 +24,7 @@ url, worker, log, start = sys.argv[1:]
 sender = TrajectorySender(open_store(url), RUN, worker)
 out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 for n in range(1000):
+    time.sleep(0.01)
     name = f"{worker}.{start}.{n}"
     sender.submit_many(group(name, 2, worker=worker))
     os.write(out, f"{name}-0\\n{name}-1\\n".encode())   # acknowledged: the loop saw it return
@@ -47,7 +48,7 @@ until_empty = os.environ.get("UNTIL_EMPTY")
 while True:
     arrived = receiver.consume(5)
     batcher.add(arrived, now=0)
-    groups = batcher.take(2, version=0, now=0) or batcher.take(1, version=0, now=0)
+    groups = batcher.take(batcher.whole_groups(), version=0, now=0)
     used += [i for g in groups for i in ids(list(g.members))]
     checkpoint = {"receiver": receiver.state(), "used": used,
                   "batcher": base64.b64encode(batcher.state(now=0)).decode()}

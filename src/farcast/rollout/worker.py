@@ -20,7 +20,7 @@ import msgspec
 
 from farcast.config import SamplingConfig, TaskConfig
 from farcast.engines.base import Completion, Engine
-from farcast.errors import FarcastError, ScoringError, TrajectoryTooLargeError
+from farcast.errors import BacklogFullError, FarcastError, ScoringError, TrajectoryTooLargeError
 from farcast.rollout.environment import Environment, Score, Task
 from farcast.rollout.episode import Episode
 from farcast.rollout.prompts import PromptCodec, ask
@@ -232,7 +232,10 @@ class Worker:
                     raise
                 if self._sleep_unless_stopped(delay):
                     return _Sent(0, retries, refused=False)
-                retries, delay = retries + 1, min(2 * delay, _LAST_RETRY_SECONDS)
+                retries += 1
+                # A trainer that is behind catches up soon; a store that fails wants peace.
+                if not isinstance(error, BacklogFullError):
+                    delay = min(2 * delay, _LAST_RETRY_SECONDS)
             else:
                 return _Sent(len(group), retries, refused=False)
 
