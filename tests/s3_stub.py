@@ -44,6 +44,7 @@ class Answer:
 class S3Stub:
     honest: bool = True
     ranges: bool = True
+    page: int = 1000
     claimed_size: int | None = None
     """The Content-Length of whole objects, when it is not the true one."""
     respond: Callable[[Seen], Answer | None] = lambda _: None
@@ -182,12 +183,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, query: dict[str, list[str]]) -> None:
         prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
         keys = sorted(k for k in self.stub.objects if k.startswith(prefix) and k > after)
+        keys = [k for k in keys if k > query.get("continuation-token", [""])[0]]
+        more = len(keys) > self.stub.page
+        keys = keys[: self.stub.page]
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(self.stub.objects[key])}</Size>"
             f"<LastModified>{datetime.now(UTC).isoformat()}</LastModified><ETag>x</ETag></Contents>"
             for key in keys
         )
-        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
+        rest = f"<NextContinuationToken>{escape(keys[-1])}</NextContinuationToken>" if more else ""
+        rest += f"<IsTruncated>{str(more).lower()}</IsTruncated>"
+        text = f"<ListBucketResult>{rest}{rows}</ListBucketResult>"
         self._send(200, text.encode())
 
     def _send(

@@ -140,9 +140,7 @@ def test_ranges_are_exact_or_refused(store: Store) -> None:
 
 
 def test_list_is_ordered_by_whole_key(store: Store) -> None:
-    names = ["a-b", "a/b", "a/c/d", "a0", "a/b.x", "b", "B", "a/b0", "a", "aa/x"]
-    if store.url.startswith("file:"):
-        names.remove("a")  # a file system cannot hold "a" beside "a/b"
+    names = ["a-b", "a/b", "a/c/d", "a0", "a/b.x", "b", "B", "a/b0", "aa/x"]
     for name in names:
         store.put(name, name.encode())
     assert keys(store) == sorted(names)

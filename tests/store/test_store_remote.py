@@ -289,6 +289,15 @@ def test_threads_renew_together(stub: S3Stub) -> None:
     assert len(stub.objects) == 20
 
 
+def test_a_long_list_goes_on_with_new_credentials(stub: S3Stub) -> None:
+    stub.page = 10
+    stub.respond = expiring(2, 400, "ExpiredToken")
+    stub.objects = {f"run/k{number:03d}": b"" for number in range(55)}
+    store = stub.open(credentials=provider("A", "B"), access_key_id="", secret_access_key="")
+    assert [info.key for info in store.list("")] == [f"k{number:03d}" for number in range(55)]
+    assert {seen.access_key for seen in stub.seen} == {"A", "B"}
+
+
 def test_credentials_that_stay_refused_end_the_call(stub: S3Stub) -> None:
     stub.respond = lambda _: Answer(403, "ExpiredToken")
     store = stub.open(credentials=provider("A"), access_key_id="", secret_access_key="")
@@ -368,6 +377,16 @@ def test_bad_settings_are_refused_without_repeating_them(url: str, options: dict
 
 
 # --- real servers ------------------------------------------------------------------------------
+
+
+def test_the_environment_is_enough(seaweed_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed_bucket.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testkey")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    store = open_store("s3://farcast/by-environment")
+    store.put("k", b"x", if_absent=True)
+    assert store.get("k", max_bytes=1) == b"x"
 
 
 def test_wrong_key_is_an_access_error(seaweed_bucket: Bucket) -> None:

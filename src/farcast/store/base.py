@@ -4,6 +4,9 @@ Refuses: renames, locks, directory semantics, compare-then-write. `put(if_absent
 is the one conditional call; every commit in farcast rests on it, so a backend that cannot
 do it natively raises `StoreUnsupportedError` instead of emulating it.
 
+Keys follow `farcast.store.keys`, and a key is a leaf: nobody uses both "a" and "a/b", since
+folders and some servers keep objects in a tree and cannot hold both.
+
 Errors: every method raises only subclasses of `farcast.errors.StoreError`.
 """
 

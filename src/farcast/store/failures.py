@@ -181,7 +181,8 @@ def _access_error(text: str, place: Place, key: str, answer: str) -> StoreAccess
         )
     return StoreAccessError(
         f"{place} refuses these credentials for {key!r} ({answer}); check the key, its expiry "
-        f"and its permissions.{_CHECKSUM_HINT if place.checksums else ''}"
+        "and its permissions (S3 says this of an absent object too, when listing is not allowed)."
+        f"{_CHECKSUM_HINT if place.checksums else ''}"
     )
 
 

@@ -281,21 +281,36 @@ class RemoteStore:
             yield info
 
     def _listing(self, prefix: str, offset: str | None) -> Iterator[ObjectInfo]:
-        """Keys below `prefix` in the server's order. A page that fails is asked for again by
-        obstore, not here: the keys already given must not come twice."""
+        """Keys below `prefix` in the server's order. Credentials refused between two pages are
+        renewed, and the list goes on after the last key that was given."""
+        renewed = False
+        while True:
+            _, generation = self._connections.get("small")
+            try:
+                for info in self._pages(prefix, offset):
+                    yield info
+                    offset, renewed = info.key, False
+                return
+            except StoreAccessError:
+                if renewed or not self._renewable:
+                    raise
+            self._connections.renew(generation)
+            renewed = True
+
+    def _pages(self, prefix: str, offset: str | None) -> Iterator[ObjectInfo]:
         below = self._prefix + prefix
-        stream = self._call(
-            "small",
-            prefix,
-            lambda store: obstore.list(
-                store,
-                below.rstrip("/") or None,
-                offset=None if offset is None else self._prefix + offset,
-                chunk_size=1000,
-            ),
+        store, _ = self._connections.get("small")
+        stream = obstore.list(
+            store,
+            below.rstrip("/") or None,
+            offset=None if offset is None else self._prefix + offset,
+            chunk_size=1000,
         )
         while True:
-            page = self._call("small", prefix, lambda _: next(stream, None), renew=False)
+            try:
+                page = self._translated(prefix, lambda: next(stream, None))
+            except ObjectNotFoundError:
+                raise no_bucket(self._place) from None
             if page is None:
                 return
             for meta in page:
@@ -303,24 +318,20 @@ class RemoteStore:
                 if meta["path"].startswith(below) and _is_key(key):
                     yield ObjectInfo(key, meta["size"], meta["last_modified"].timestamp())
 
-    def _call(
-        self, use: Use, key: str, action: Callable[["ObjectStore"], _T], *, renew: bool = True
-    ) -> _T:
+    def _call(self, use: Use, key: str, action: Callable[["ObjectStore"], _T]) -> _T:
         """Run a request that no absent object can fail: "not found" means the bucket."""
         try:
-            return self._read(use, key, action, renew=renew)
+            return self._read(use, key, action)
         except ObjectNotFoundError:
             raise no_bucket(self._place) from None
 
-    def _read(
-        self, use: Use, key: str, action: Callable[["ObjectStore"], _T], *, renew: bool = True
-    ) -> _T:
+    def _read(self, use: Use, key: str, action: Callable[["ObjectStore"], _T]) -> _T:
         """Run one request. Refused credentials are renewed once, if there is a way to."""
         store, generation = self._connections.get(use)
         try:
             return self._translated(key, lambda: action(store))
         except StoreAccessError:
-            if not (renew and self._renewable):
+            if not self._renewable:
                 raise
         self._connections.renew(generation)
         store, _ = self._connections.get(use)

@@ -204,10 +204,9 @@ class FaultStore:
         return _damaged(data, fault)
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        fault = self._begin("list", prefix)
-        listing = self._store.list(prefix, start_after=start_after)
-        _end(fault)
-        return self._listed(listing, self._last_put if isinstance(fault, Stale) else "")
+        """Counted when it is called; a fault shows when it is read, as with a real store."""
+        fault = self._choose("list", prefix)
+        return self._listed(prefix, start_after, fault)
 
     def delete(self, key: str) -> None:
         fault = self._begin("delete", key)
@@ -217,16 +216,24 @@ class FaultStore:
         _end(fault)
 
     def _begin(self, verb: Verb, key: str, size: int = 0, if_absent: bool = False) -> Fault | None:
+        fault = self._choose(verb, key, size, if_absent)
+        self._strike(fault)
+        return fault
+
+    def _strike(self, fault: Fault | None) -> None:
+        """What a fault does before the call acts."""
+        if isinstance(fault, Fail | Freeze):
+            raise fault.error
+        if isinstance(fault, Delay):
+            self._sleep(fault.seconds)
+
+    def _choose(self, verb: Verb, key: str, size: int = 0, if_absent: bool = False) -> Fault | None:
         with self._lock:
             call = Call(len(self._calls) + 1, verb, key, size, if_absent)
             self._calls.append(call)
             fault = self._fault(call)
             if isinstance(fault, Freeze):
                 self._rules.insert(0, (Rule(fault, times=None), [0]))
-        if isinstance(fault, Fail | Freeze):
-            raise fault.error
-        if isinstance(fault, Delay):
-            self._sleep(fault.seconds)
         return fault
 
     def _fault(self, call: Call) -> Fault | None:
@@ -259,10 +266,15 @@ class FaultStore:
             raise ObjectNotFoundError(f"{self.url} has no object {key!r}.")
         return data
 
-    def _listed(self, listing: Iterator[ObjectInfo], hidden: str) -> Iterator[ObjectInfo]:
-        for info in listing:
+    def _listed(
+        self, prefix: str, start_after: str | None, fault: Fault | None
+    ) -> Iterator[ObjectInfo]:
+        self._strike(fault)
+        hidden = self._last_put if isinstance(fault, Stale) else ""
+        for info in self._store.list(prefix, start_after=start_after):
             if info.key != hidden:
                 yield info._replace(size=self._claimed.get(info.key, info.size))
+        _end(fault)
 
 
 def _end(fault: Fault | None) -> None:
