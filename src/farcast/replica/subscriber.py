@@ -1,0 +1,373 @@
+"""`Subscriber`: brings a target to the newest version of a run, or to a named one.
+
+The archive verifies what it reads and the target what it writes; this decides what to do:
+
+ 1. Go to the newest version, never back to an older one by itself: a store may answer with
+    an old state. A version named with `to=` may be older.
+ 2. A target that claims no version is compared with the run's roots by hashing, so that a
+    folder or model that is already right costs one delta, not an anchor.
+ 3. Objects that vanish while they are fetched were removed because newer versions exist: plan
+    again without them, at most `RESTARTS` times.
+ 4. A base that isn't what its version says is the target's fault, not the store's: the target
+    stops claiming it, and the next plan starts from an anchor.
+ 5. Damaged bytes, a target that does not fit, an uncertain target: raise. Nothing was changed.
+
+Example: the replica holds 7. Version 9 is newest. `plan()` shows 7 -> 8 -> 9 as two deltas,
+`stage()` fetches both, folds them tensor by tensor and verifies 9 while 7 still serves, and
+`commit(staged)` switches and returns 9.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+from farcast.delta import Patch, entry_of, nbytes_of
+from farcast.errors import (
+    IntegrityError,
+    ObjectNotFoundError,
+    RunMismatchError,
+    TargetChangedError,
+    UnknownVersionError,
+)
+from farcast.lineage import Manifest, Plan
+from farcast.lineage import plan as plan_path
+from farcast.replica.base import Draft, Goal, Target
+from farcast.store import Store
+from farcast.store.archive import Archive
+from farcast.store.rebuilding import Chain
+from farcast.types import TensorEntry, VersionRef
+
+RESTARTS = 4
+"""Plans tried in one `stage`: each restart is at least one retention period later."""
+
+RELIST_EVERY = 32
+"""Polls without news after which the store is listed: the next version by key may have been
+removed before this replica asked for it."""
+
+
+class Progress(NamedTuple):
+    """`done` of `total` bytes; of the store's objects while fetching, of tensors while decoding."""
+
+    phase: Literal["fetch", "decode"]
+    done: int
+    total: int
+
+
+OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncStats:
+    """What a way to a version cost; `bytes_full` is what a raw copy would have moved."""
+
+    versions: int = 0
+    objects: int = 0
+    bytes_fetched: int = 0
+    bytes_full: int = 0
+    fetch_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+    def __add__(self, other: "SyncStats") -> "SyncStats":
+        return SyncStats(
+            versions=self.versions + other.versions,
+            objects=self.objects + other.objects,
+            bytes_fetched=self.bytes_fetched + other.bytes_fetched,
+            bytes_full=self.bytes_full + other.bytes_full,
+            fetch_seconds=self.fetch_seconds + other.fetch_seconds,
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+            commit_seconds=self.commit_seconds + other.commit_seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A verified version beside the one that is served. Commit it, or discard it."""
+
+    plan: Plan
+    draft: Draft
+    stats: SyncStats
+
+    @property
+    def ref(self) -> VersionRef:
+        return self.plan.want
+
+    def discard(self) -> None:
+        self.draft.discard()
+
+
+class Subscriber:
+    """Follows `run_id` in `store` with one target. One thread stages; any thread may commit.
+
+    `on_progress` is called from the staging thread. `workers` bounds requests in flight.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        target: Target,
+        *,
+        on_progress: OnProgress | None = None,
+        workers: int = 4,
+    ) -> None:
+        self._archive = Archive(store, run_id, workers=workers)
+        self._target = target
+        self._on_progress = on_progress
+        self._quiet_polls = 0
+        self._last = SyncStats()
+        self._totals = SyncStats()
+
+    @property
+    def archive(self) -> Archive:
+        return self._archive
+
+    @property
+    def target(self) -> Target:
+        return self._target
+
+    @property
+    def ref(self) -> VersionRef | None:
+        """The verified version that the target holds."""
+        return self._target.ref
+
+    @property
+    def last(self) -> SyncStats:
+        """Of the last commit."""
+        return self._last
+
+    @property
+    def totals(self) -> SyncStats:
+        """Of all commits by this object."""
+        return self._totals
+
+    def plan(self, to: VersionRef | int | None = None) -> Plan:
+        """The cheapest way to `to`, or to the newest version; without steps if there is nothing
+        to do. Raises `UnknownVersionError` while the run has no version."""
+        return self._plan(to, frozenset())
+
+    def stage(self, to: VersionRef | int | None = None) -> Staged | None:
+        """Fetch, decode and verify beside what is served; None when there is nothing newer."""
+        gone: set[int] = set()
+        for restart in range(RESTARTS):
+            if to is None and self._archive.newest() is None:
+                self._check_run()
+                return None
+            plan = self._plan(to, gone)
+            if not plan.steps:
+                return None
+            try:
+                return self._stage(plan)
+            except _VanishedError as error:
+                if restart == RESTARTS - 1:
+                    raise error.cause from None
+                gone.add(error.version)
+                self._archive.newest(relist=True)
+        raise UnknownVersionError(f"No plan to {to} could be followed; sync again.")
+
+    def commit(self, staged: Staged) -> VersionRef:
+        """Switch the target to what was staged; see `Target.commit` for what an error leaves."""
+        began = time.perf_counter()
+        ref = self._target.commit(staged.draft)
+        self._last = replace(staged.stats, commit_seconds=time.perf_counter() - began)
+        self._totals += self._last
+        return ref
+
+    def sync(self, to: VersionRef | int | None = None) -> VersionRef:
+        """Stage and commit; returns the version held, verified. Raises `UnknownVersionError`
+        while the run has no version."""
+        staged = self.stage(to)
+        if staged is not None:
+            try:
+                return self.commit(staged)
+            finally:
+                staged.discard()
+        ref = self._target.ref
+        if ref is None:
+            raise UnknownVersionError(
+                f"The run {self._archive.run_id!r} has no version yet; wait for its trainer."
+            )
+        return ref
+
+    # --- deciding ----------------------------------------------------------------------------
+
+    def _plan(self, to: VersionRef | int | None, gone: frozenset[int] | set[int]) -> Plan:
+        self._check_run()
+        want = self._wanted(to)
+        have = self._target.ref or self._recognised(want)
+        stale = to is None and have is not None and want.version < have.version
+        if have is not None and (stale or want.ref == have):
+            entries = self._target.entries.values()
+            size = sum(nbytes_of(entry.dtype, entry.shape) for entry in entries)
+            return Plan(have=have, want=have, steps=(), bytes_full=size)
+        if not gone:
+            return self._archive.plan(have, want.ref)
+        return plan_path(have, want.ref, _Without(self._archive, gone))
+
+    def _check_run(self) -> None:
+        owner = self._target.run_id
+        if owner not in (None, self._archive.run_id):
+            raise RunMismatchError(
+                f"The target belongs to the run {owner!r}, not to {self._archive.run_id!r}; "
+                "use another target, or remove its .farcast folder if it may be overwritten."
+            )
+
+    def _wanted(self, to: VersionRef | int | None) -> Manifest:
+        if to is None:
+            return self._newest()
+        if isinstance(to, int):
+            return self._archive.manifest(to)
+        manifest = self._archive.manifest(to.version)
+        if manifest.ref != to:
+            raise UnknownVersionError(
+                f"The store holds {manifest.ref}, not {to}; name the version that it holds."
+            )
+        return manifest
+
+    def _newest(self) -> Manifest:
+        before = self._target.ref
+        newest = self._archive.newest(relist=self._quiet_polls >= RELIST_EVERY)
+        if newest is None:
+            raise UnknownVersionError(
+                f"The run {self._archive.run_id!r} has no version yet; wait for its trainer."
+            )
+        quiet = before is not None and newest.version <= before.version
+        self._quiet_polls = (self._quiet_polls + 1) % (RELIST_EVERY + 1) if quiet else 0
+        return newest
+
+    def _recognised(self, want: Manifest) -> VersionRef | None:
+        """The version whose weights the target happens to hold, among those a plan from nothing
+        would read about anyway, and the first."""
+        try:
+            known = self._archive.manifests_for(None, want.ref)
+        except UnknownVersionError:  # the anchor is gone; a base at hand may still do
+            known = {want.version: want}
+        if 0 not in known:
+            with contextlib.suppress(UnknownVersionError):
+                known[0] = self._archive.manifest(0)
+        roots = {manifest.root: manifest.ref for _, manifest in sorted(known.items())}
+        return self._target.recognise(roots)
+
+    # --- staging -----------------------------------------------------------------------------
+
+    def _stage(self, plan: Plan) -> Staged:
+        began = time.perf_counter()
+        steps = list(self._fetched(plan))
+        fetched = time.perf_counter()
+        draft = self._target.begin(self._goal(plan, steps))
+        try:
+            self._fill(draft, Chain(steps), from_base=plan.steps[0].kind == "delta")
+            draft.seal()
+        except BaseException:
+            draft.discard()
+            raise
+        stats = SyncStats(
+            versions=1,
+            objects=plan.objects,
+            bytes_fetched=plan.bytes,
+            bytes_full=plan.bytes_full,
+            fetch_seconds=fetched - began,
+            decode_seconds=time.perf_counter() - fetched,
+        )
+        return Staged(plan=plan, draft=draft, stats=stats)
+
+    def _fetched(self, plan: Plan) -> Iterator[Sequence[Patch]]:
+        """The patches of each step. All objects are asked for in one row, across steps."""
+        stream = self._archive.get_objects(ref for step in plan.steps for ref in step.objects)
+        done = 0
+        for step in plan.steps:
+            patches = []
+            for _ in step.objects:
+                try:
+                    data = next(stream)
+                except ObjectNotFoundError as error:
+                    raise _VanishedError(step.version, error) from error
+                patches.append(Patch.open(data))
+                done += len(data)
+                self._report("fetch", done, plan.bytes)
+            yield patches
+
+    def _goal(self, plan: Plan, steps: Sequence[Sequence[Patch]]) -> Goal:
+        held = self._target.entries
+        entries = dict(held) if plan.steps[0].kind == "delta" else {}
+        for patches in steps:
+            for patch in patches:
+                for name in patch.removed:
+                    entries.pop(name, None)
+                for name, entry in patch.entries.items():
+                    entries[name] = TensorEntry(entry.dtype, entry.shape, entry.digest)
+        changed = frozenset(name for name, entry in entries.items() if held.get(name) != entry)
+        return Goal(base=plan.have, ref=plan.want, entries=entries, changed=changed)
+
+    def _fill(self, draft: Draft, chain: Chain, *, from_base: bool) -> None:
+        sizes = _sizes(draft)
+        done, total = 0, sum(sizes.values())
+        for name, size in sizes.items():
+            base = self._target.read(name) if from_base and self._target.holds(name) else None
+            try:
+                made = chain.finish(name, base)
+            except IntegrityError:
+                self._blame(name)
+                raise
+            if made is None:
+                raise IntegrityError(
+                    f"The tensor {name[:80]!r} of {draft.goal.ref} is listed but removed; "
+                    "do not use that version."
+                )
+            draft.add(name, *made)
+            done += size
+            self._report("decode", done, total)
+
+    def _blame(self, name: str) -> None:
+        """Raise `TargetChangedError` if it was the base that did not hold what it should."""
+        expected = self._target.entries.get(name)
+        if expected is not None and entry_of(self._target.read(name)) != expected:
+            ref = self._target.ref
+            self._target.forget()
+            raise TargetChangedError(
+                f"The target no longer holds {ref}: {name[:80]!r} was changed by somebody else. "
+                "Nothing was written; sync again to restore it from an anchor."
+            )
+
+    def _report(self, phase: Literal["fetch", "decode"], done: int, total: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(Progress(phase, done, total))
+
+
+class _VanishedError(Exception):
+    """An object of `version` is gone from the store."""
+
+    def __init__(self, version: int, cause: ObjectNotFoundError) -> None:
+        super().__init__(str(cause))
+        self.version = version
+        self.cause = cause
+
+
+class _Without(Mapping[int, Manifest]):
+    """The manifests of an archive, as if those of `gone` were not there."""
+
+    def __init__(self, archive: Archive, gone: frozenset[int] | set[int]) -> None:
+        self._archive = archive
+        self._gone = gone
+
+    def __getitem__(self, version: int) -> Manifest:
+        if version in self._gone:
+            raise KeyError(version)
+        try:
+            return self._archive.manifest(version)
+        except UnknownVersionError:
+            raise KeyError(version) from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _sizes(draft: Draft) -> dict[str, int]:
+    """Bytes of each awaited tensor, in the draft's order."""
+    entries = draft.goal.entries
+    return {name: nbytes_of(entries[name].dtype, entries[name].shape) for name in draft.awaited}

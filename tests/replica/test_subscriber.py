@@ -1,0 +1,145 @@
+"""What the subscriber decides: where to go, when to start over, what it costs."""
+
+import pytest
+from replica_world import World, held, weights
+
+from farcast.errors import ObjectNotFoundError, TargetChangedError
+from farcast.lineage import version_key
+from farcast.replica import MemoryTarget, Progress, SyncStats
+from farcast.store.testing import Fail, Rule, Stale
+from version_world import bits_of
+
+
+def test_case_055_a_stale_answer_never_leads_back() -> None:
+    world, target = World(), MemoryTarget()
+    for _ in range(5):
+        world.publish()
+    first = world.subscriber(target)
+    assert first.sync() == world.refs[4]
+    hidden = Fail(ObjectNotFoundError("not yet"))  # a new process whose store shows version 3
+    world.store.add(Rule(hidden, verb="get", prefix=version_key(4), times=None))
+    world.store.add(Rule(Stale(), verb="list", times=None))
+    for _ in range(5):
+        late = world.subscriber(target)
+        assert late.stage() is None
+        assert late.sync() == world.refs[4]
+    assert held(target) == bits_of(weights(4))
+
+
+def test_case_065_overtaken_by_garbage_collection_it_starts_over_on_a_newer_plan() -> None:
+    world, target = World(anchor_every=3), MemoryTarget()
+    for _ in range(4):
+        world.publish()
+    subscriber = world.subscriber(target, workers=1)
+    subscriber.plan()  # the reader has read about version 3, and pauses
+    for _ in range(6):
+        world.publish()
+    prune(world, keep_from=9)
+    assert subscriber.sync() == world.refs[9]
+    assert held(target) == bits_of(weights(9))
+
+
+def test_case_065_objects_may_vanish_in_the_middle_of_a_fetch() -> None:
+    world, target = World(anchor_every=3), MemoryTarget()
+    world.publish()
+    subscriber = world.subscriber(target, workers=1)
+    subscriber.sync()
+    for _ in range(2):
+        world.publish()
+    doomed = subscriber.plan()
+    assert len(doomed.steps) == 2
+    for _ in range(7):
+        world.publish()
+    prune(world, keep_from=9)
+    assert subscriber.sync() == world.refs[9]
+    assert held(target) == bits_of(weights(9))
+
+
+def test_case_065_a_named_version_that_was_pruned_is_an_error() -> None:
+    world, target = World(anchor_every=3), MemoryTarget()
+    for _ in range(10):
+        world.publish()
+    subscriber = world.subscriber(target)
+    subscriber.plan(to=5)
+    prune(world, keep_from=9)
+    with pytest.raises(Exception, match=r"objects/|not in this lineage|No path"):
+        subscriber.sync(to=5)
+    assert target.ref is None
+
+
+def test_a_replica_that_slept_past_the_retention_finds_the_newest() -> None:
+    world, target = World(anchor_every=3), MemoryTarget()
+    world.publish()
+    subscriber = world.subscriber(target)
+    subscriber.sync()
+    for _ in range(9):
+        world.publish()
+    prune(world, keep_from=9)
+    for _ in range(40):  # version 1 by its key is gone; sooner or later it lists
+        ref = subscriber.sync()
+    assert ref == world.refs[9]
+
+
+def test_a_base_that_was_changed_is_the_targets_fault_and_heals_from_an_anchor() -> None:
+    world, target = World(), MemoryTarget()
+    world.publish()
+    subscriber = world.subscriber(target)
+    subscriber.sync()
+    target.read("layer.weight").data[0] ^= 1
+    world.publish()
+    with pytest.raises(TargetChangedError, match=r"layer\.weight"):
+        subscriber.sync()
+    assert target.ref is None
+    assert subscriber.plan().steps[0].kind == "anchor"
+    assert subscriber.sync() == world.refs[1]
+    assert held(target) == bits_of(weights(1))
+
+
+def test_figures_and_progress_say_what_it_cost() -> None:
+    world, seen = World(), list[Progress]()
+    world.publish()
+    subscriber = world.subscriber(MemoryTarget(), on_progress=seen.append)
+    plan = subscriber.plan()
+    staged = subscriber.stage()
+    assert staged is not None
+    assert staged.stats.commit_seconds == 0
+    subscriber.commit(staged)
+    full = sum(value.nbytes for value in weights(0).values())
+    assert (subscriber.last.objects, subscriber.last.bytes_fetched) == (plan.objects, plan.bytes)
+    assert subscriber.last.bytes_full == full
+    assert subscriber.last.commit_seconds > 0
+    assert [p.phase for p in seen if p.done == p.total] == ["fetch", "decode"]
+    assert seen[-1] == Progress("decode", full, full)
+    world.publish()
+    subscriber.sync()
+    assert subscriber.totals.versions == 2
+    assert subscriber.totals.bytes_full == 2 * full
+    assert SyncStats() + subscriber.totals == subscriber.totals
+
+
+def test_a_steady_follower_asks_for_no_list() -> None:
+    world = World()
+    world.publish()
+    subscriber = world.subscriber(MemoryTarget())
+    subscriber.sync()
+    before = world.store.counts().get("list", 0)
+    for _ in range(8):
+        world.publish()
+        subscriber.sync()
+    assert world.store.counts().get("list", 0) == before
+
+
+def prune(world: World, *, keep_from: int) -> None:
+    """Remove all versions before the anchor that `keep_from` needs, as a collector does."""
+    archive = world.subscriber(MemoryTarget()).archive
+    first = archive.manifest(keep_from).anchor_version
+    needed = set()
+    for version in range(first, len(world.refs)):
+        manifest = archive.manifest(version)
+        lists = [manifest.anchor or (), *(delta.objects for delta in manifest.deltas)]
+        needed |= {f"objects/{ref.digest}" for refs in lists for ref in refs}
+    for version in range(first):
+        world.store.delete(version_key(version))
+    for info in list(world.store.list("objects/")):
+        if info.key not in needed:
+            world.store.delete(info.key)
