@@ -27,6 +27,7 @@ a credential, a token or a signed URL.
     ├── TargetError
     │   ├── TensorMismatchError      names, shapes or dtypes differ; nothing was written
     │   ├── TargetChangedError       the target moved between reading and writing
+    │   ├── TargetFullError          no space left where the target lives; the old version stands
     │   └── TargetUncertainError     a commit failed and could not be undone: replace the engine
     ├── TrajectoryError
     │   ├── BacklogFullError         (retry) the trainer is behind: wait
@@ -126,6 +127,10 @@ class TensorMismatchError(TargetError):
 
 class TargetChangedError(TargetError):
     retry = True
+
+
+class TargetFullError(TargetError):
+    pass
 
 
 class TargetUncertainError(TargetError):
