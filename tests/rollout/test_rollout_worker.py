@@ -217,6 +217,20 @@ def test_an_uncertain_engine_ends_the_worker() -> None:
         world.run()
 
 
+def test_an_engine_that_fails_during_an_outage_does_not_hang_the_worker() -> None:
+    store = FaultStore()
+    store.add(Rule(Fail(), verb="put", prefix=TRAJECTORIES_PREFIX, times=None))
+    world = World(store)
+
+    def stop() -> bool:
+        if len(world.engine.seeds) == 1:
+            world.engine.error = TargetUncertainError("torn")
+        return False
+
+    with pytest.raises(TargetUncertainError):
+        world.run(stop)
+
+
 def test_a_group_that_is_too_large_is_given_up_and_counted() -> None:
     world = World(rounds=1, max_batch_bytes=100)
     assert world.run().refused == 2

@@ -104,6 +104,7 @@ class Worker:
         self._drawn = 0
         self._counters = WorkerCounters()
         self._in_flight: deque[Future[_Sent]] = deque()
+        self._leaving = False
 
     @property
     def counters(self) -> WorkerCounters:
@@ -113,16 +114,22 @@ class Worker:
         """Sample until `stop` says so; what was sampled by then is sent before it returns,
         unless the store does not answer."""
         with ThreadPoolExecutor(1, thread_name_prefix="farcast-submit") as pool:
-            while not self._stop():
-                if self._is_ready():
-                    self._round(pool)
-                else:
-                    time.sleep(_IDLE_SECONDS)
-                    self._count(waiting_seconds=_IDLE_SECONDS)
-                self._report(self._counters)
+            try:
+                self._loop(pool)
+            finally:
+                self._leaving = True
         self._collect()
         self._report(self._counters)
         return self._counters
+
+    def _loop(self, pool: ThreadPoolExecutor) -> None:
+        while not self._stop():
+            if self._is_ready():
+                self._round(pool)
+            else:
+                time.sleep(_IDLE_SECONDS)
+                self._count(waiting_seconds=_IDLE_SECONDS)
+            self._report(self._counters)
 
     def _is_ready(self) -> bool:
         """Whether sampling now would be of use. Errors of earlier submissions surface here."""
@@ -220,7 +227,7 @@ class Worker:
         return completion.finish_reason, score
 
     def _submit(self, group: Sequence[Trajectory]) -> _Sent:
-        """Until the group is durable, or `stop` says so while the store does not answer."""
+        """Until the group is durable, or the loop is over while the store does not answer."""
         retries, delay = 0, _FIRST_RETRY_SECONDS
         while True:
             try:
@@ -240,10 +247,14 @@ class Worker:
                 return _Sent(len(group), retries, refused=False)
 
     def _sleep_unless_stopped(self, seconds: float) -> bool:
+        """True when the loop is over, so that nothing is tried again."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._stop():
+        while time.monotonic() < end and not self._is_over():
             time.sleep(_IDLE_SECONDS)
-        return self._stop()
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        return self._leaving or self._stop()
 
     def _count(self, **more: float) -> None:
         now = {name: getattr(self._counters, name) + value for name, value in more.items()}
