@@ -42,6 +42,7 @@ class Answer:
 
 @dataclass
 class S3Stub:
+    port: int = 0
     honest: bool = True
     ranges: bool = True
     page: int = 1000
@@ -57,7 +58,7 @@ class S3Stub:
 
     def __enter__(self) -> "S3Stub":
         handler = type("Handler", (_Handler,), {"stub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
@@ -86,8 +87,9 @@ class S3Stub:
         }
         return open_store(f"s3://bucket/{prefix}", **{**defaults, **options})
 
-    def open_google(self, prefix: str = "run") -> Store:
-        return open_store(f"gs://bucket/{prefix}", endpoint=self.endpoint, bearer_token=SECRET)
+    def open_google(self, prefix: str = "run", **options: Any) -> Store:
+        defaults = {"endpoint": self.endpoint, "bearer_token": SECRET}
+        return open_store(f"gs://bucket/{prefix}", **{**defaults, **options})
 
     def methods(self) -> list[str]:
         return [seen.method for seen in self.seen]

@@ -150,8 +150,8 @@ def _make_container(options: dict[str, str], name: str) -> None:
         return
 
 
-def _make_bucket(bucket: Bucket) -> None:
-    """Create the bucket by a signed URL: obstore signs, any HTTP client can send it."""
+def signed_put_url(bucket: Bucket, key: str) -> str:
+    """A URL that lets any HTTP client put `key`; "" is the bucket itself."""
     signer = S3Store(
         bucket.name,
         endpoint=bucket.endpoint,
@@ -160,8 +160,11 @@ def _make_bucket(bucket: Bucket) -> None:
         secret_access_key=SECRET,
         client_options={"allow_http": True},
     )
-    url = obstore.sign(signer, "PUT", "", timedelta(minutes=1))
-    with urlopen(Request(url, method="PUT"), timeout=30):
+    return str(obstore.sign(signer, "PUT", key, timedelta(minutes=1)))
+
+
+def _make_bucket(bucket: Bucket) -> None:
+    with urlopen(Request(signed_put_url(bucket, ""), method="PUT"), timeout=30):
         return
 
 

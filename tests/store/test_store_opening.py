@@ -41,7 +41,9 @@ def test_the_public_name_is_the_same_function() -> None:
         ("", "absolute path"),
         ("file://host/data", "absolute path"),
         ("file://data", "absolute path"),
-        ("ftp://host/x", "No store is known"),
+        ("ftp://host/x", "No store is known for 'ftp'"),
+        ("s3:/bucket/x", "No store is known for 's3'"),
+        ("file:/data", "No store is known for 'file'"),
         ("s3://", "names no bucket"),
         ("s3:///prefix", "names no bucket"),
         ("s3://bucket/../other", "prefix"),
@@ -83,6 +85,7 @@ def test_the_usual_variables_name_the_endpoint(monkeypatch: pytest.MonkeyPatch) 
 def test_remote_urls_open_without_a_request() -> None:
     assert open_store("s3://bucket/a/b/").url == "s3://bucket/a/b"
     assert open_store("gs://bucket").url == "gs://bucket"
+    assert open_store("S3://Bucket/x").url == "s3://Bucket/x"
     azure = open_store("az://box/run", account_name="a", account_key="AAAA")
     assert azure.url == "az://box/run"
 

@@ -1,11 +1,13 @@
 """S3 as servers really answer: conflicts, lost replies, expired keys, old checksums, silence."""
 
 import logging
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -24,7 +26,7 @@ from farcast.errors import (
 )
 from farcast.store import Store, open_store, probe_conditional_put
 from s3_stub import Answer, S3Stub, Seen
-from servers import SECRET, Bucket, free_ports
+from servers import SECRET, Bucket, free_ports, signed_put_url
 
 
 def answers(*script: Answer | None) -> Callable[[Seen], Answer | None]:
@@ -166,6 +168,17 @@ def test_full_bucket(stub: S3Stub) -> None:
         stub.respond = lambda _, answer=answer: answer
         with pytest.raises(StoreFullError):
             stub.open(retries=0).put("k", b"x")
+
+
+def test_a_server_that_comes_back_is_used_again() -> None:
+    (port,) = free_ports(1)
+    with S3Stub(port=port) as first:
+        store = first.open(retries=0)
+        store.put("k", b"x")
+    with pytest.raises(StoreUnavailableError):
+        store.get("k", max_bytes=1)
+    with S3Stub(port=port, objects=first.objects):
+        assert store.get("k", max_bytes=1) == b"x"
 
 
 # --- bodies ------------------------------------------------------------------------------------
@@ -316,6 +329,16 @@ def test_failing_provider_is_an_access_error_without_its_words(stub: S3Stub) -> 
     assert SECRET not in everything_said(caught.value)
 
 
+def test_google_tokens_are_renewed_too(stub: S3Stub) -> None:
+    tokens = ["old", "new"]
+    stub.respond = lambda seen: (
+        Answer(401) if seen.headers.get("authorization") != "Bearer new" else None
+    )
+    store = stub.open_google(bearer_token="", credentials=lambda: {"token": tokens.pop(0)})
+    store.put("k", b"x", if_absent=True)
+    assert stub.objects == {"run/k": b"x"}
+
+
 # --- secrets -----------------------------------------------------------------------------------
 
 
@@ -400,6 +423,24 @@ def test_wrong_key_is_an_access_error(seaweed_bucket: Bucket) -> None:
         for call in calls:
             with pytest.raises(StoreAccessError, match="credentials"):
                 call()
+
+
+@pytest.mark.parametrize("server", ["seaweed", "moto"])
+def test_an_upload_that_breaks_off_leaves_no_object(
+    request: pytest.FixtureRequest, server: str
+) -> None:
+    bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
+    store = bucket.open("broken")
+    store.put("before", b"x")
+    url = urlsplit(signed_put_url(bucket, "broken/half"))
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        head = f"PUT {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n"
+        connection.sendall(f"{head}Content-Length: 100000\r\n\r\n".encode() + b"x" * 50_000)
+    time.sleep(0.3)
+    with pytest.raises(ObjectNotFoundError):
+        store.get("half", max_bytes=10**6)
+    store.put("half", b"whole", if_absent=True)
+    assert store.get("half", max_bytes=10**6) == b"whole"
 
 
 def test_missing_bucket_is_said_and_not_mistaken_for_a_missing_object(moto_bucket: Bucket) -> None:

@@ -7,8 +7,9 @@ so a reader never sees half an object and exactly one of several creators wins.
 
 Every path is walked from the root's descriptor without following symbolic links. Temporary
 files live in their own hidden folder, locked by their writer; the first put of a process
-removes those whose writer is gone. Refuses keys outside `farcast.store.keys`, and a key that
-is at once an object and a folder of others.
+removes those whose writer is gone. Needs a POSIX system and hard links.
+
+Refuses keys outside `farcast.store.keys`, and a key that is at once an object and a folder.
 """
 
 import contextlib

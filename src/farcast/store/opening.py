@@ -10,6 +10,7 @@ Refuses credentials in a URL: they would end in logs. They come from the environ
 options.
 """
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from farcast.store.base import Store
 from farcast.store.memory import MemoryStore
 
 SCHEMES = ("file", "memory", "s3", "gs", "az")
+
+_ALMOST_URL = re.compile(r"[A-Za-z][A-Za-z0-9+-]+:")
+"""`s3:/bucket` or `file:/data` is a slip of the pen, not the name of a folder."""
 
 _named: dict[str, MemoryStore] = {}
 _named_lock = threading.Lock()
@@ -46,12 +50,13 @@ def open_store(url: str | Path, **options: Any) -> Store:
 def _split(url: str | Path) -> tuple[str, str]:
     text = str(url)
     scheme, separator, rest = text.partition("://")
-    if not separator:
+    if not separator and not (isinstance(url, str) and _ALMOST_URL.match(text)):
         return "file", str(Path(text).expanduser().absolute()) if text else ""
-    if scheme not in SCHEMES:
+    scheme = scheme.lower()
+    if not separator or scheme not in SCHEMES:
         raise ConfigError(
-            f"No store is known for {scheme[:20]!r}; use a folder's path or one of "
-            f"{', '.join(f'{name}://' for name in SCHEMES)}."
+            f"No store is known for {scheme.partition(':')[0][:20]!r}; use a folder's path or one "
+            f"of {', '.join(f'{name}://' for name in SCHEMES)}."
         )
     if scheme == "file":
         return scheme, unquote(rest.removeprefix("localhost"))
