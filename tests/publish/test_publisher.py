@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farcast.errors import ConfigError, RunMismatchError
+from farcast.errors import ConfigError, RunMismatchError, TensorMismatchError
 from farcast.lineage import RunRecord
 from farcast.publish import Publisher
 from farcast.store import CountingStore, MemoryStore
@@ -327,7 +327,7 @@ def test_calls_are_checked() -> None:
         publisher.publish(iter([]), step=0)
     with pytest.raises(ConfigError, match="step"):
         publisher.publish(tensors(), step=-1)
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(TensorMismatchError, match="twice"):
         publisher.publish([("a", np.zeros(3)), ("a", np.ones(3))], step=0)
     publisher.close()
     with pytest.raises(ConfigError, match="closed"):
@@ -344,6 +344,17 @@ def test_wrapped_and_bare_models_publish_identical_objects() -> None:
         {"_orig_mod.module.a.w": w, "layers.0._orig_mod.w": w + 1}, step=0
     )
     assert contents(bare) == contents(wrapped)
+    with pytest.raises(TensorMismatchError, match="both"):
+        Publisher(MemoryStore(), RUN).publish({"a.w": w, "_orig_mod.a.w": w}, step=0)
+
+
+def test_buffers_of_wrapped_names_are_used_again() -> None:
+    store = MemoryStore()
+    with Publisher(store, RUN) as publisher:
+        for step in range(4):
+            values = {f"_orig_mod.{n}": v for n, v in tensors(step).items()}
+            publisher.publish_async(values, step=step)
+    assert rebuilt(store, 3) == bits_of(tensors(3))
 
 
 def test_secrets_of_the_environment_appear_nowhere(

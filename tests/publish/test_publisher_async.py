@@ -12,10 +12,10 @@ import pytest
 from farcast.delta import TensorBits, to_bits
 from farcast.errors import StoreUnavailableError
 from farcast.publish import Publisher
-from farcast.publish.snapshot import TorchCopies, snapshot
+from farcast.publish.snapshot import Snapshots, TorchCopies
 from farcast.store import MemoryStore
 from farcast.store.testing import Delay, Fail, FaultStore, LoseReply, Rule
-from version_world import RUN, bits_of, copied, rebuilt, tensors
+from version_world import RUN, bits_of, copied, plain, rebuilt, tensors
 
 torch = pytest.importorskip("torch")
 
@@ -183,15 +183,10 @@ def test_copies_from_a_device_are_awaited_before_anybody_reads() -> None:
     FakeCopies.waits = 0
     values = tensors()
     for _ in range(200):
-        taken = snapshot(
-            {"host": values["c"], **{n: FakeDeviceTensor(values[n]) for n in ("a", "b")}},
-            {},
-            new_copies=FakeCopies,
+        taken = Snapshots(FakeCopies).take(
+            {"c": values["c"], **{n: FakeDeviceTensor(values[n]) for n in ("a", "b")}}
         )
-        assert bits_of(values | {"host": values["c"]}) == {
-            **{n: (b.dtype, b.shape, b.data.tobytes()) for n, b in taken.items()},
-            "c": bits_of(values)["c"],
-        }
+        assert plain(taken) == bits_of(values)
     assert FakeCopies.waits == 200
 
 
@@ -212,9 +207,7 @@ def test_torch_copies_synchronise_their_device(monkeypatch: pytest.MonkeyPatch) 
     found = copies.wait()
     assert synchronised == [torch.device("cpu")]
     assert np.shares_memory(found["bf16"].data, spare.data)
-    assert {n: (b.dtype, tuple(b.shape), b.data.tobytes()) for n, b in found.items()} == bits_of(
-        source
-    )
+    assert plain(found) == bits_of(source)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,7 +11,6 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
     initialize,
     invariant,
@@ -24,10 +23,20 @@ from farcast.lineage import version_key
 from farcast.publish import Publisher
 from farcast.store import MemoryStore
 from farcast.store.archive import Archive
-from farcast.store.testing import Crash, Fail, FaultStore, Freeze, LoseReply
+from farcast.store.testing import Crash, Fail, FaultStore, Freeze, LoseReply, Rule
 from version_world import RUN, Tensors, bits_of, contents, copied, keys, plain
 
 SLOTS = st.integers(0, 1)
+EDITS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 8), st.integers(0, 9)), max_size=3
+)
+TROUBLES = st.builds(
+    Rule,
+    st.sampled_from([Fail(), LoseReply(), Freeze()]),
+    verb=st.just("put"),
+    prefix=st.sampled_from(["objects/", "versions/"]),
+    nth=st.integers(1, 2),
+) | st.builds(Rule, st.sampled_from([Fail(), Freeze()]), nth=st.integers(1, 9))
 
 
 class Trainer:
@@ -43,8 +52,6 @@ class Trainer:
 
 
 class Versions(RuleBasedStateMachine):
-    changes = Bundle("changes")
-
     @initialize()
     def start(self) -> None:
         self.store = MemoryStore()
@@ -54,18 +61,13 @@ class Versions(RuleBasedStateMachine):
         weights = {"a": np.zeros(9, np.uint16), "b": np.zeros((3, 4), np.float32)}
         self.trainers = [Trainer(self.store, copied(weights)) for _ in range(2)]
 
-    @rule(slot=SLOTS, name=st.sampled_from("abc"), where=st.integers(0, 8), value=st.integers(0, 9))
-    def change(self, slot: int, name: str, where: int, value: int) -> None:
-        weights = self.trainers[slot].weights
-        weights.setdefault(name, np.zeros(11, np.uint8)).flat[where] = value
-
     @rule(slot=SLOTS)
     def drop(self, slot: int) -> None:
         self.trainers[slot].weights.pop("c", None)
 
-    @rule(slot=SLOTS, background=st.booleans())
-    def publish(self, slot: int, background: bool) -> None:
-        trainer, step = self.trainers[slot], self._attempt(slot)
+    @rule(slot=SLOTS, edits=EDITS, background=st.booleans())
+    def publish(self, slot: int, edits: Any, background: bool) -> None:
+        trainer, step = self.trainers[slot], self._attempt(slot, edits)
         before = len(keys(self.store, "versions/"))
         try:
             ref = self._publish(trainer, step, background)
@@ -79,15 +81,10 @@ class Versions(RuleBasedStateMachine):
         assert ref.version >= before
         assert Archive(self.store, RUN).manifest(ref.version).step == step
 
-    @rule(
-        slot=SLOTS,
-        index=st.integers(1, 9),
-        fault=st.sampled_from([Fail(), LoseReply(), Freeze()]),
-        background=st.booleans(),
-    )
-    def publish_in_trouble(self, slot: int, index: int, fault: Any, background: bool) -> None:
-        trainer, step = self.trainers[slot], self._attempt(slot)
-        trainer.link.fail_call(index, fault)
+    @rule(slot=SLOTS, edits=EDITS, trouble=TROUBLES, background=st.booleans())
+    def publish_in_trouble(self, slot: int, edits: Any, trouble: Rule, background: bool) -> None:
+        trainer, step = self.trainers[slot], self._attempt(slot, edits)
+        trainer.link.add(trouble)
         try:
             ref = self._publish(trainer, step, background)
         except Crash:
@@ -166,7 +163,10 @@ class Versions(RuleBasedStateMachine):
         for trainer in getattr(self, "trainers", []):
             trainer.publisher.close()
 
-    def _attempt(self, slot: int) -> int:
+    def _attempt(self, slot: int, edits: list[tuple[str, int, int]]) -> int:
+        weights = self.trainers[slot].weights
+        for name, where, value in edits:
+            weights.setdefault(name, np.zeros(11, np.uint8)).flat[where] = value
         step = len(self.attempts)
         self.attempts[step] = bits_of(copied(self.trainers[slot].weights))
         return step
@@ -181,4 +181,4 @@ class Versions(RuleBasedStateMachine):
 
 
 TestVersions = Versions.TestCase
-TestVersions.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestVersions.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

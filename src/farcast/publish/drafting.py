@@ -4,7 +4,6 @@ but its commit. Refuses to make anything visible."""
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from farcast.delta import TensorBits, root_of
 from farcast.lineage import Delta, Manifest, ObjectRef, encode_manifest, is_anchor_due
@@ -81,7 +80,7 @@ def draft_version(how: Drafting, base: Base, target: Mapping[str, TensorBits], s
         step=step,
         served_format=how.served_format,
         tensors=len(target),
-        elements=sum(prod(bits.shape) for bits in target.values()),
+        elements=tally.elements,
         bytes_full=sum(bits.data.nbytes for bits in target.values()),
         changed=tally.changed,
         anchor_version=version if before is None or anchor is not None else before,

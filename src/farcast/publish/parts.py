@@ -23,9 +23,10 @@ at tensor borders can double the count."""
 
 @dataclass
 class Tally:
-    """What encoding found: entries of the whole target, changed elements, seconds spent."""
+    """What encoding found: entries of the whole target, elements, changed ones, seconds spent."""
 
     entries: dict[str, TensorEntry] = field(default_factory=dict)
+    elements: int = 0
     changed: int = 0
     seconds: float = 0.0
 
@@ -86,5 +87,6 @@ def _encode(
     encoded = encode_bits(base, target, base_entries=base_entries)
     tally.seconds += time.perf_counter() - started
     tally.entries.update(encoded.entries)
+    tally.elements += encoded.elements
     tally.changed += encoded.changed
     return encoded

@@ -30,6 +30,7 @@ class _Exponent(NamedTuple):
 
 _EXPONENTS = {
     "F64": _Exponent(np.uint64, 0x7FF0_0000_0000_0000),
+    "C128": _Exponent(np.uint64, 0x7FF0_0000_0000_0000, words=2),
     "F32": _Exponent(np.uint32, 0x7F80_0000),
     "C64": _Exponent(np.uint32, 0x7F80_0000, words=2),
     "F16": _Exponent(np.uint16, 0x7C00),

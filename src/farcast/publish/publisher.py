@@ -42,7 +42,7 @@ from farcast.publish.job import PublishJob
 from farcast.publish.parts import PART_BYTES
 from farcast.publish.poison import check_poison
 from farcast.publish.reports import PublishReport, PublishTotals
-from farcast.publish.snapshot import Bits, copied, on_device, snapshot, views
+from farcast.publish.snapshot import Bits, Snapshots, copied, on_device, views
 from farcast.store.archive import Archive
 from farcast.store.base import Store
 from farcast.store.rebuilding import Weights
@@ -90,7 +90,7 @@ class Publisher:
         self._turn = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="farcast-publish")
         self._closed = False
-        self._spare: Bits = {}
+        self._snapshots = Snapshots()
         self._doubtful: list[Manifest] = []
         self._fenced: str | None = None
         self._last: PublishReport | None = None
@@ -125,7 +125,7 @@ class Publisher:
             if isinstance(tensors, Mapping) and not any(map(on_device, tensors.values())):
                 target, owned = views(tensors), False
             else:
-                target, owned = self._snapshot(tensors), True
+                target, owned = self._snapshots.take(tensors), True
             report = self._publish(target, step, owned=owned, allow_poison=allow_poison)
             return self._record(report, waited=time.perf_counter() - started).ref
 
@@ -140,7 +140,7 @@ class Publisher:
         started = time.perf_counter()
         self._turn.acquire()
         try:
-            target = self._snapshot(tensors)
+            target = self._snapshots.take(tensors)
             waited = time.perf_counter() - started
             future = self._pool.submit(self._finish, target, step, waited, allow_poison)
         except BaseException:
@@ -216,9 +216,9 @@ class Publisher:
         # An interrupt before the last line leaves no baseline at all, and the next version
         # begins by rebuilding it from the store: half of one must never be compared with.
         self._base = None
-        before = {} if base.weights is None else dict(base.weights.bits)
+        before = {} if base.weights is None else base.weights.bits
         if owned:
-            self._spare = before
+            self._snapshots.give_back(before)
             after = target
         else:
             known = {} if base.weights is None else base.weights.entries
@@ -269,12 +269,6 @@ class Publisher:
         return base
 
     # --- small parts -------------------------------------------------------------------------
-
-    def _snapshot(self, tensors: Tensors) -> Bits:
-        # Taken out first: buffers of a publish that failed are never used again, because an
-        # interrupt may have left them in the baseline.
-        spare, self._spare = self._spare, {}
-        return snapshot(tensors, spare)
 
     def _check_call(self, target: Bits, step: int) -> None:
         self._check_fence()

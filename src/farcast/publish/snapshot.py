@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farcast.delta import TensorBits, to_bits
+from farcast.errors import TensorMismatchError
+from farcast.formats import canonical_names
 
 Bits = dict[str, TensorBits]
 
@@ -52,36 +54,52 @@ class TorchCopies:
         self._hosts[name] = host.copy_(source, non_blocking=True)
 
     def wait(self) -> Bits:
-        torch = sys.modules["torch"]
         for device in self._devices:
-            torch.accelerator.synchronize(device)
+            sys.modules["torch"].accelerator.synchronize(device)
         return {name: to_bits(host) for name, host in self._hosts.items()}
 
 
-def snapshot(
-    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    spare: Mapping[str, TensorBits],
-    *,
-    new_copies: Callable[[], DeviceCopies] = TorchCopies,
-) -> Bits:
-    """Bits of all tensors by name, in buffers of their own: those of `spare` where they fit."""
-    copies: DeviceCopies | None = None
-    taken: Bits = {}
-    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    for name, tensor in pairs:
-        if not on_device(tensor):
-            taken[name] = copied(to_bits(tensor), spare.get(name))
-            continue
-        copies = new_copies() if copies is None else copies
-        copies.start(name, tensor, spare.get(name))
-    if copies is not None:
-        taken.update(copies.wait())
-    return taken
+class Snapshots:
+    """Takes snapshots, in buffers that were given back where these fit."""
+
+    def __init__(self, new_copies: Callable[[], DeviceCopies] = TorchCopies) -> None:
+        self._new_copies = new_copies
+        self._spare: Mapping[str, TensorBits] = {}
+        self._names: dict[str, str] = {}
+
+    def take(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Bits:
+        """Bits of all tensors by canonical name, in memory that nobody else knows."""
+        # Emptied first: the buffers of a publish that failed are never used again, because an
+        # interrupt may have left them in the baseline.
+        spare, self._spare = self._spare, {}
+        copies = self._new_copies()
+        taken: dict[str, TensorBits | None] = {}
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for name, tensor in pairs:
+            if name in taken:
+                raise TensorMismatchError(f"The tensor {name!r} is given twice; give it once.")
+            buffer = spare.get(self._names.get(name, name))
+            if on_device(tensor):
+                copies.start(name, tensor, buffer)
+                taken[name] = None
+            else:
+                taken[name] = copied(to_bits(tensor), buffer)
+        arrived = copies.wait()
+        self._names = canonical_names(taken)
+        return {
+            self._names[name]: arrived[name] if bits is None else bits
+            for name, bits in taken.items()
+        }
+
+    def give_back(self, bits: Mapping[str, TensorBits]) -> None:
+        """Buffers for the next snapshot; the caller reads them no more."""
+        self._spare = bits
 
 
 def views(tensors: Mapping[str, Any]) -> Bits:
-    """Bits of host tensors by name, sharing memory with them where their layout allows."""
-    return {name: to_bits(tensor) for name, tensor in tensors.items()}
+    """Bits of host tensors by canonical name, sharing their memory where the layout allows."""
+    names = canonical_names(tensors)
+    return {names[name]: to_bits(tensor) for name, tensor in tensors.items()}
 
 
 def on_device(tensor: Any) -> bool:

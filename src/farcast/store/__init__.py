@@ -1,5 +1,6 @@
 """Where versions and trajectories live: an object store behind five methods."""
 
+from farcast.store.archive import Archive
 from farcast.store.base import ObjectInfo, Store
 from farcast.store.counting import CountingStore, Traffic
 from farcast.store.link import LinkedStore
@@ -8,6 +9,7 @@ from farcast.store.opening import open_store
 from farcast.store.probe import probe_conditional_put
 
 __all__ = [
+    "Archive",
     "CountingStore",
     "LinkedStore",
     "MemoryStore",

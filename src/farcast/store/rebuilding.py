@@ -78,11 +78,9 @@ class Chain:
         bits = base if patches[start] is not None else None
         for patch in patches[start:]:
             if patch is not None:
-                bits = _applied(patch, name, bits, owned=owned)
+                bits = _applied(patch, name, bits, owned=owned, verify=patch is last)
                 owned = True
-        if bits is None:
-            return None
-        return bits, verified_entry(name, bits, last)
+        return None if bits is None else (bits, last.entries[name].entry)
 
 
 class Rebuild:
@@ -113,11 +111,11 @@ class Rebuild:
                     f"Two objects of one anchor hold {name[:80]!r}; do not use that version."
                 )
             self._started.add(name)
-            bits = _applied(patch, name, None, owned=False)
+            bits = _applied(patch, name, None, owned=False, verify=True)
             if name in self._chain:
                 self._finish(name, bits, owned=True)
             else:
-                self._bits[name], self._entries[name] = bits, verified_entry(name, bits, patch)
+                self._bits[name], self._entries[name] = bits, patch.entries[name].entry
 
     def finish(self, ref: VersionRef) -> Weights:
         """The weights, with the tensors that the chain brought in; their root is not checked."""
@@ -130,17 +128,6 @@ class Rebuild:
         made = self._chain.finish(name, base, owned=owned)
         if made is not None:
             self._bits[name], self._entries[name] = made
-
-
-def verified_entry(name: str, bits: TensorBits, patch: Patch) -> TensorEntry:
-    """The entry of `bits`, or `IntegrityError` if it is not the one that `patch` holds."""
-    entry, wanted = entry_of(bits), patch.entries[name]
-    if (entry.dtype, entry.shape, entry.digest) != (wanted.dtype, wanted.shape, wanted.digest):
-        raise IntegrityError(
-            f"The tensor {name[:80]!r} was rebuilt to other bits than its version has; "
-            "fetch it again, or from another store."
-        )
-    return entry
 
 
 def check_weights(weights: Weights, manifest: Manifest) -> Weights:
@@ -169,15 +156,17 @@ def _last_reset(name: str, patches: Sequence[Patch | None]) -> int:
     return 0
 
 
-def _applied(patch: Patch, name: str, base: TensorBits | None, *, owned: bool) -> TensorBits:
+def _applied(
+    patch: Patch, name: str, base: TensorBits | None, *, owned: bool, verify: bool
+) -> TensorBits:
     entry = patch.entries[name]
     if entry.kind == "full":
-        return patch.full(name)
+        return patch.full(name)  # verifies
     if base is None or (base.dtype, base.shape) != (entry.dtype, entry.shape):
         raise FormatError(
             f"A delta changes elements of {name[:80]!r}, which its base holds in another shape "
             "or not at all; do not use that version."
         )
     data = base.data if owned and base.data.flags.writeable else np.array(base.data)
-    patch.apply_into(name, data, verify=False)
+    patch.apply_into(name, data, verify=verify)
     return TensorBits(dtype=entry.dtype, shape=entry.shape, data=data)
