@@ -1,0 +1,140 @@
+"""The policy that is trained: a compute module, fp32 masters behind it, AdamW over the masters.
+
+The module holds exactly the served values, bf16 rounded from the masters, widened to what this
+device computes with. So the trainer's forward pass uses the weights that replicas serve, and
+what is published is read from the module itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from farcast.config import TrainConfig
+from farcast.delta import entry_of, root_of, to_bits
+from farcast.errors import FormatError
+from farcast.formats import canonical_names
+from farcast.train.packing import Pack
+
+
+class Policy:
+    """`module` is changed in place by `step`; its parameters are the served values."""
+
+    def __init__(self, module: Any, config: TrainConfig) -> None:
+        self._module = module
+        self._config = config
+        named = dict(module.named_parameters())
+        self._names = [canonical_names(named)[name] for name in named]
+        self._params: list[torch.nn.Parameter] = list(named.values())
+        self._buffers = _persistent_buffers(module)
+        self._masters = [
+            p.detach().to(torch.float32, copy=True).requires_grad_() for p in self._params
+        ]
+        self._optimizer = torch.optim.AdamW(
+            self._masters,
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+        )
+        self._refresh()
+        module.eval()  # no dropout: the log-probs must be those of the sampler
+
+    @property
+    def module(self) -> Any:
+        return self._module
+
+    def logprobs(self, pack: Pack) -> torch.Tensor:
+        """Log-probs [N] of the pack's targets at the temperature they were sampled with, and a
+        graph behind them. A top_p below 1 is not repeated: the ratio then measures against the
+        whole distribution, as is usual."""
+        param = self._params[0]
+        hidden = torch.zeros(pack.visible.shape, dtype=param.dtype)
+        hidden.masked_fill_(~pack.visible, torch.finfo(param.dtype).min)
+        logits = self._module(
+            input_ids=pack.token_ids[None].to(param.device),
+            attention_mask=hidden[None, None].to(param.device),
+            position_ids=pack.positions[None].to(param.device),
+            logits_to_keep=pack.predictors.to(param.device),
+            use_cache=False,
+        ).logits[0]
+        return _target_logprobs(logits.float() / pack.temperature, pack.targets.to(param.device))
+
+    def step(self, step: int) -> float:
+        """One AdamW step (number `step`, from 1) over the gradients gathered in the module;
+        returns their norm before clipping. A gradient that is not finite changes nothing."""
+        for master, param in zip(self._masters, self._params, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._config.grad_clip))
+        if norm == norm and norm != float("inf"):
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._config.learning_rate * self._warmup(step)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._refresh()
+        return norm
+
+    def served(self) -> dict[str, torch.Tensor]:
+        """The served tensors by canonical name, bf16; fresh copies where the module is wider."""
+        tensors = zip(self._names, self._params, strict=True)
+        served = {name: param.detach().to(torch.bfloat16) for name, param in tensors}
+        return served | {name: buffer.detach() for name, buffer in self._buffers.items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Masters and optimizer moments as flat names, for the checkpoint."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, master in zip(self._names, self._masters, strict=True):
+            tensors[f"master/{name}"] = master.detach()
+            for key, value in self._optimizer.state.get(master, {}).items():
+                tensors[f"{key}/{name}"] = value
+        return tensors
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `state` gave. Raises `FormatError` when it is of another model."""
+        expected = {
+            f"master/{name}": m.shape for name, m in zip(self._names, self._masters, strict=True)
+        }
+        wrong = [
+            k for k, shape in expected.items() if k not in tensors or tensors[k].shape != shape
+        ]
+        if wrong:
+            raise FormatError(
+                f"The checkpoint does not fit this model (for one, {wrong[0][:80]!r}); "
+                "resume with the model that the run was started with."
+            )
+        with torch.no_grad():
+            for name, master in zip(self._names, self._masters, strict=True):
+                master.copy_(tensors[f"master/{name}"])
+                self._optimizer.state[master] = {
+                    key: tensors[f"{key}/{name}"].clone()
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    if f"{key}/{name}" in tensors
+                }
+        self._refresh()
+
+    def _refresh(self) -> None:
+        with torch.no_grad():
+            for master, param in zip(self._masters, self._params, strict=True):
+                param.copy_(master.to(torch.bfloat16))
+
+    def _warmup(self, step: int) -> float:
+        return min(1.0, step / self._config.warmup_steps) if self._config.warmup_steps else 1.0
+
+
+def served_root(served: Mapping[str, torch.Tensor]) -> str:
+    """The root of served tensors, computed from their own bits."""
+    return root_of({name: entry_of(to_bits(tensor)) for name, tensor in served.items()})
+
+
+def _target_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[N, V], [N] -> [N]"""
+    picked = logits.gather(-1, targets[:, None])[:, 0]
+    return picked - logits.logsumexp(dim=-1)
+
+
+def _persistent_buffers(module: Any) -> dict[str, torch.Tensor]:
+    """Buffers that a checkpoint holds; published as they are."""
+    kept = module.state_dict(keep_vars=True)
+    found = {name: b for name, b in module.named_buffers() if name in kept}
+    names = canonical_names(found)
+    return {names[name]: buffer for name, buffer in found.items()}
