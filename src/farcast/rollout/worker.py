@@ -9,6 +9,7 @@ Refuses to re-tokenise, to give an episode that failed a reward, and to send wha
 sample itself. An engine whose weights are uncertain ends the loop with the engine's error.
 """
 
+import contextlib
 import secrets
 import time
 from collections import deque
@@ -20,7 +21,13 @@ import msgspec
 
 from farcast.config import SamplingConfig, TaskConfig
 from farcast.engines.base import Completion, Engine
-from farcast.errors import BacklogFullError, FarcastError, ScoringError, TrajectoryTooLargeError
+from farcast.errors import (
+    BacklogFullError,
+    FarcastError,
+    ScoringError,
+    StoreUnavailableError,
+    TrajectoryTooLargeError,
+)
 from farcast.rollout.environment import Environment, Score, Task
 from farcast.rollout.episode import Episode
 from farcast.rollout.prompts import PromptCodec, ask
@@ -40,7 +47,7 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: int = 0
     trajectories: int = 0
-    """Durable in the store."""
+    """Acknowledged by the sender: durable."""
     tokens: int = 0
     """Sampled."""
     aborted: int = 0
@@ -119,6 +126,9 @@ class Worker:
             finally:
                 self._leaving = True
         self._collect()
+        if self._sender.spooled_bytes:
+            with contextlib.suppress(StoreUnavailableError, BacklogFullError):
+                self._sender.flush()  # or the next process of this worker does
         self._report(self._counters)
         return self._counters
 

@@ -63,7 +63,7 @@ MAX_POLICIES = 1 << 14
 """Distinct (version, root) pairs of one batch."""
 
 ZSTD_LEVEL = 3
-"""Level 9 saved 1 % of a batch of sampled text and took five times as long."""
+"""Level 9 saves 2 % of one group and 0.4 % of a large batch, and takes up to four times as long."""
 
 _PREFIX = struct.Struct("<4sHHQII")
 _DIGEST_BYTES = 32

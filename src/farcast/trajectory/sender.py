@@ -9,14 +9,17 @@ Rules for writers:
 3. An id that a batch of this worker already holds is not written again. A process knows the ids
    it wrote, those it met under rule 2, and after a start those of its last `RECALLED_BATCHES`.
 
-Refuses to buffer: what cannot be put raises, and submitting it again is always safe. Refuses
-to write further ahead of the reader than its bound.
+What cannot be put raises, and submitting it again is always safe. A sender that was given a
+folder to spool to holds it on this worker's disk instead, within a limit, for as long as the
+store does not answer. Refuses to write further ahead of the reader than its bound.
 """
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from farcast.errors import (
@@ -38,10 +41,14 @@ from farcast.trajectory.keys import (
     worker_key,
 )
 from farcast.trajectory.membership import check_run
+from farcast.trajectory.spool import Spool
 from farcast.trajectory.wire import Trajectory
 
 DEFAULT_BATCH_BYTES = 1 << 23
 """8 MiB go up a 100 Mbit/s line in 0.7 s: a batch lost in transit costs no more than that."""
+
+DEFAULT_SPOOL_BYTES = 1 << 30
+"""An hour of 80,000 tokens per second at 3.7 bytes each."""
 
 RECALLED_BATCHES = 16
 """What a worker that starts again reads of its own: more than it can have had in flight."""
@@ -63,9 +70,12 @@ class TrajectorySender:
     """Submits one worker's trajectories. Safe to use from several threads.
 
     `position_of_reader` returns the next sequence number of this worker that the trainer will
-    read (None while it is not known); with it, at most `max_backlog` batches and
-    `max_backlog_bytes` stay unread. A full backlog raises `BacklogFullError` after
-    `wait_seconds`.
+    read (None while it is not known), and is asked before every write; with it, at most
+    `max_backlog` batches and `max_backlog_bytes` stay unread. A full backlog raises
+    `BacklogFullError` after `wait_seconds`.
+
+    `spool` is a folder of this worker alone. With it, `submit` returns once a batch is durable
+    on this disk when the store is not available; later submissions, and `flush`, send it first.
     """
 
     def __init__(
@@ -79,6 +89,8 @@ class TrajectorySender:
         max_backlog_bytes: int | None = None,
         position_of_reader: Callable[[], int | None] | None = None,
         wait_seconds: float = 0.0,
+        spool: Path | None = None,
+        max_spool_bytes: int = DEFAULT_SPOOL_BYTES,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -94,8 +106,10 @@ class TrajectorySender:
         self._sleep = sleep
         self._writing = threading.RLock()
         self._books = threading.Lock()
+        self._spool = Spool(spool, run_id, max_bytes=max_spool_bytes) if spool is not None else None
         self._opened = False
         self._next = 0
+        self._position = 0
         self._known: OrderedDict[str, None] = OrderedDict()
         self._unread: deque[tuple[int, int]] = deque()
         self.bytes_sent = 0
@@ -121,13 +135,35 @@ class TrajectorySender:
         any other error some batches may be durable; call again with the same trajectories.
         """
         with self._writing:
-            self._open()
+            outage = self._come_online()
             fresh = self._unknown(trajectories)
-            if not fresh:
-                return
-            for payload in pack(fresh, run_id=self._run_id, max_bytes=self._max_batch_bytes):
-                self._wait_for_room(payload.size)
-                self._write(payload)
+            payloads = self._pack(fresh) if fresh else []
+            try:
+                while payloads:
+                    if outage is not None:
+                        raise outage
+                    self._wait_for_room(payloads[0].size)
+                    self._write(payloads[0])
+                    del payloads[0]
+            except StoreUnavailableError:
+                if not all(map(self._spooled, payloads)):
+                    raise
+
+    def flush(self) -> None:
+        """Send what is spooled. Raises `StoreUnavailableError` while the store does not answer."""
+        with self._writing:
+            self._open()
+            self._send_spooled()
+
+    def close(self) -> None:
+        """Let go of the spool's folder; what is in it waits for the next process."""
+        if self._spool is not None:
+            self._spool.close()
+
+    @property
+    def spooled_bytes(self) -> int:
+        """Bytes on this worker's disk that wait for the store."""
+        return self._spool.bytes if self._spool else 0
 
     def backlog(self) -> Backlog:
         """Batches of this worker that the trainer has not read, as far as is known here.
@@ -150,8 +186,11 @@ class TrajectorySender:
         return size + coming_bytes > self._max_backlog_bytes
 
     def _reader(self) -> int:
-        position = self._position_of_reader() if self._position_of_reader else None
-        return 0 if position is None else position
+        """The reader's position as last heard of: to know less of it only makes room later."""
+        if self._position_of_reader is not None:
+            with contextlib.suppress(StoreUnavailableError):
+                self._position = self._position_of_reader() or 0
+        return self._position
 
     def _unknown(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
         fresh: dict[str, Trajectory] = {}
@@ -161,9 +200,41 @@ class TrajectorySender:
                     f"Trajectory {str(trajectory.id)[:130]} says it is of another worker than "
                     f"{self._worker_id}; submit it through that worker's sender."
                 )
-            if trajectory.id not in self._known:
+            spooled = self._spool is not None and trajectory.id in self._spool
+            if trajectory.id not in self._known and not spooled:
                 fresh.setdefault(trajectory.id, trajectory)
         return list(fresh.values())
+
+    def _come_online(self) -> StoreUnavailableError | None:
+        """Open the store and send what is spooled. Where there is a spool, an outage is no
+        reason to raise yet."""
+        try:
+            self.flush()
+        except StoreUnavailableError as error:
+            if self._spool is None:
+                raise
+            return error
+        return None
+
+    def _pack(self, trajectories: Sequence[Trajectory]) -> list[Payload]:
+        return pack(trajectories, run_id=self._run_id, max_bytes=self._max_batch_bytes)
+
+    def _spooled(self, payload: Payload) -> bool:
+        """Hold a batch on disk; False when there is no room for it."""
+        if self._spool is None or not self._spool.has_room(payload.size):
+            return False
+        self._spool.add(payload)
+        return True
+
+    def _send_spooled(self) -> None:
+        """Bytes are durable in the store before they leave the disk."""
+        while self._spool is not None and (held := self._spool.oldest()) is not None:
+            number, trajectories = held
+            fresh = [t for t in trajectories if t.id not in self._known]
+            for payload in self._pack(fresh) if fresh else ():
+                self._wait_for_room(payload.size)
+                self._write(payload)
+            self._spool.remove(number)
 
     def _wait_for_room(self, size: int) -> None:
         deadline = self._clock() + self._wait_seconds
@@ -185,11 +256,11 @@ class TrajectorySender:
             if self._create(data):
                 self._note(payload.trajectories, len(data))
                 continue
-            rest = self._unknown(payload.trajectories)
+            rest = [t for t in payload.trajectories if t.id not in self._known]
             if len(rest) == len(payload.trajectories):
                 todo.insert(0, payload)
             elif rest:
-                todo[:0] = pack(rest, run_id=self._run_id, max_bytes=self._max_batch_bytes)
+                todo[:0] = self._pack(rest)
 
     def _create(self, data: bytes) -> bool:
         """Put `data` under the next number. False when another process holds that number; its
