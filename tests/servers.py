@@ -51,7 +51,7 @@ class Bucket:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, below those that systems hand out for outgoing connections."""
+    """Ports nobody listens on now. Another program may still take one before it is used."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -59,35 +59,81 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+class Seaweed:
+    """SeaweedFS with its S3 gateway, data below `folder`. May be killed and started again on
+    the same data; `bucket` stays valid."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._config = folder / "s3.json"
+        self._config.write_text(json.dumps({"identities": [self._identity()]}))
+        self._choose_ports()
+
+    def start(self) -> None:
+        """Start; on new ports if another program took one of ours meanwhile."""
+        for attempt in range(3):
+            with (self._folder / "weed.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    self._command(), stdout=log, stderr=log, cwd=self._folder
+                )
+            try:
+                _wait_for_port(self._ports["s3.port"], self._process)
+                return
+            except RuntimeError:
+                self.kill()
+                if attempt == 2:
+                    raise
+                self._choose_ports()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            _stop(self._process)
+
+    def _choose_ports(self) -> None:
+        names = [f"{part}.port" for part in ("master", "volume", "filer", "s3")]
+        names += [f"{name}.grpc" for name in names]
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.bucket = Bucket("farcast", f"http://127.0.0.1:{self._ports['s3.port']}")
+
+    def _command(self) -> list[str]:
+        program = shutil.which("weed") or str(Path(sys.executable).with_name("weed"))
+        folder = self._folder
+        return [
+            *(program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *("-filer", "-s3", f"-s3.config={self._config}", "-master.telemetry=false"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-volume.max=20", "-master.volumeSizeLimitMB=64"),
+            *(f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"),
+            *(f"-{name}={port}" for name, port in self._ports.items()),
+        ]
+
+    @staticmethod
+    def _identity() -> dict[str, Any]:
+        return {
+            "name": "test",
+            "credentials": [{"accessKey": "testkey", "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+
+
 @contextlib.contextmanager
 def seaweed(folder: Path) -> Iterator[Bucket]:
-    """SeaweedFS with its S3 gateway, data below `folder`, and one bucket."""
-    program = shutil.which("weed") or str(Path(sys.executable).with_name("weed"))
-    ports = free_ports(8)
-    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
-    names += ("filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
-    config = folder / "s3.json"
-    identity = {
-        "name": "test",
-        "credentials": [{"accessKey": "testkey", "secretKey": SECRET}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    config.write_text(json.dumps({"identities": [identity]}))
-    command = [program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-    command += ["-filer", "-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-    command += ["-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64"]
-    command += [f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"]
-    command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
-    bucket = Bucket("farcast", f"http://127.0.0.1:{ports[6]}")
-    with (folder / "weed.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    """A SeaweedFS that takes writes, with one bucket."""
+    with running_seaweed(folder) as server:
+        yield server.bucket
+
+
+@contextlib.contextmanager
+def running_seaweed(folder: Path) -> Iterator[Seaweed]:
+    server = Seaweed(folder)
     try:
-        _wait_for_port(ports[6], process)
-        _make_bucket(bucket)
-        _wait_for_write(bucket)
-        yield bucket
+        server.start()
+        _make_bucket(server.bucket)
+        _wait_for_write(server.bucket)
+        yield server
     finally:
-        _stop(process)
+        server.kill()
 
 
 @contextlib.contextmanager
