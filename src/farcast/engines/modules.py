@@ -59,10 +59,10 @@ def empty_module(folder: Path, device: str = "cpu") -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.random.fork_rng(devices=[]):
-            module = AutoModelForCausalLM.from_config(config, dtype=compute_dtype(device))
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"No model can be built from {folder} ({type(error).__name__}); "
             "the run's config.json must be of a causal language model that transformers knows."
         ) from error
-    return module.to(device)
+    return module.to(device=device, dtype=compute_dtype(device))

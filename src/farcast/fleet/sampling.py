@@ -36,7 +36,9 @@ def sample(
     """Build the replica from the run's assets and sample until the run is over."""
     fetch_assets(Archive(store, record.run_id), record.assets, folder)
     codec = ChatCodec.from_folder(folder, config.task)
-    target = TorchModule(empty_module(folder))
+    import torch
+
+    target = TorchModule(empty_module(folder).to(torch.bfloat16))
     subscriber = Subscriber(store, record.run_id, target)
     engine = TransformersEngine(
         target.module,
