@@ -4,17 +4,18 @@ import time
 from pathlib import Path
 
 from farcast.config import RunConfig
+from farcast.engines.chat import ChatCodec
 from farcast.engines.following import Commit
 from farcast.engines.modules import empty_module
 from farcast.engines.transformers_engine import TransformersEngine
 from farcast.fleet.assets import fetch_assets
-from farcast.fleet.chat import ChatCodec
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.watching import TrainerWatch
 from farcast.lineage import RunRecord
-from farcast.replica import Subscriber, TorchModule
+from farcast.replica import Subscriber
+from farcast.replica.widened import WidenedModule
 from farcast.rollout import Worker, WorkerCounters, make_environment
 from farcast.store import Store
 from farcast.store.archive import Archive
@@ -36,9 +37,8 @@ def sample(
     """Build the replica from the run's assets and sample until the run is over."""
     fetch_assets(Archive(store, record.run_id), record.assets, folder)
     codec = ChatCodec.from_folder(folder, config.task)
-    import torch
-
-    target = TorchModule(empty_module(folder).to(torch.bfloat16))
+    # bf16 is served; on a CPU it is computed with in float32.
+    target = WidenedModule(empty_module(folder))
     subscriber = Subscriber(store, record.run_id, target)
     engine = TransformersEngine(
         target.module,
