@@ -23,15 +23,27 @@ class Preset(NamedTuple):
 PRESETS = {
     "smollm2": Preset(
         title="SmolLM2-135M-Instruct",
-        task=TaskConfig(name="letters"),
-        sampling=SamplingConfig(max_new_tokens=16, batch_groups=2),
+        # One-digit products: the model knows some (0.3 right at temperature 1), and within a group
+        # answers differ, so there is something to learn from the first step.
+        task=TaskConfig(
+            name="reasoning_gym/products",
+            params={"min_digits": 1, "max_digits": 1},
+            system="Give only the answer.",
+            answer_prefix="Answer:",
+            extract="last_integer",
+        ),
+        sampling=SamplingConfig(max_new_tokens=8, batch_groups=4),
         train=TrainConfig(
-            steps=60,
-            learning_rate=1e-5,
+            steps=40,
+            learning_rate=5e-6,
             group_size=8,
-            groups_per_step=4,
+            groups_per_step=8,
+            max_staleness=4,
+            clip_low=0.2,
+            clip_high=0.28,
             checkpoint_every=10,
             anchor_every=20,
+            max_backlog_groups=8,
         ),
     ),
     "tiny": Preset(
