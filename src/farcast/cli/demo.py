@@ -50,6 +50,7 @@ def demo(
     no_kill: Annotated[
         bool, typer.Option("--no-kill", help="Do not kill a replica midway.")
     ] = False,
+    cache: options.Cache = None,
     json: options.Json = None,
 ) -> None:
     """Train a real model here, with rollouts in other processes behind the store.
@@ -89,7 +90,7 @@ def demo(
         open_store(config.store)  # a bad URL is found before anything is written
         settings = DemoSettings(workers=workers or 2, link=link, kill=not no_kill)
         plan = new_plan(folder, config, settings)
-    _run(plan, Console(), json)
+    _run(plan._replace(cache=cache), Console(), json)
 
 
 def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:

@@ -31,6 +31,12 @@ Link = Annotated[
         help="Put the replica behind an emulated link, e.g. 100mbit,80ms.",
     ),
 ]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache", metavar="DIR", help="Where prepared models are kept. [default: ~/.cache/farcast]"
+    ),
+]
 Tied = Annotated[bool, typer.Option("--tied", hidden=True)]
 """The process was started by a launcher: leave when standard input closes."""
 

@@ -35,6 +35,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
     ] = False,
+    cache: options.Cache = None,
     tied: options.Tied = False,
 ) -> None:
     """Run the trainer: it publishes a version for every step and reads what workers send.
@@ -54,7 +55,7 @@ def train(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        run_trainer(settings, resume=resume, stop=stop)
+        run_trainer(settings, resume=resume, stop=stop, cache=cache)
 
 
 def _settings(

@@ -9,6 +9,7 @@ ends badly, or a fleet with nobody left in it, ends the run with that process's 
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -54,6 +55,8 @@ class DemoPlan(NamedTuple):
     settings: DemoSettings
     folder: RunFolder
     resume: bool
+    cache: Path | None = None
+    """Where prepared models are kept, if not in the usual place."""
 
     def replicas(self) -> list[str]:
         return [f"r{number}" for number in range(1, self.settings.workers + 1)]
@@ -141,6 +144,8 @@ class Supervisor:
         gone = {event.who for event in past if event.kind == "killed"}
         joined = {event.who for event in past if event.kind == "joined"}
         arguments = ["train", "--config", str(self._plan.folder.config)]
+        if self._plan.cache is not None:
+            arguments += ["--cache", str(self._plan.cache.absolute())]
         if self._plan.resume:
             arguments.append("--resume")
             self._event("resumed", "trainer")
@@ -178,7 +183,7 @@ class Supervisor:
             if status is None:
                 continue
             del self._workers[name]
-            words = last_words(self._plan.folder.log(name))
+            words = self._last_words(name)
             self._event("failed" if status else "left", name, words if status else "")
             if status and not self._workers:
                 raise ProcessFailedError(
@@ -193,7 +198,7 @@ class Supervisor:
         status = self._launcher.poll(handle)
         if status in (None, 0):
             return status is None
-        words = last_words(self._plan.folder.log("trainer")).removeprefix("farcast: ")
+        words = self._last_words("trainer")
         raise ProcessFailedError(
             words or f"The trainer ended with status {status} without a word.",
             exit_code=max(status or 1, 1),
@@ -232,10 +237,13 @@ class Supervisor:
         if self._snapshot is None:
             self._snapshot = FleetSnapshot(None, (), {}, time.time())
         if not self._snapshot.steps:
-            words = last_words(self._plan.folder.log("trainer"))
+            words = self._last_words("trainer")
             self._view.note(words or "starting the trainer")
         self._view.show(self._snapshot)
         return self._snapshot
+
+    def _last_words(self, name: str) -> str:
+        return last_words(self._plan.folder.log(name)).removeprefix("farcast: ")
 
     def _event(self, kind: EventKind, who: str, text: str = "") -> None:
         snapshot = self._snapshot

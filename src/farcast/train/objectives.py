@@ -61,10 +61,11 @@ def policy_loss(
     ratio = difference.clamp(max=20.0).exp()  # exp(20) is far above any cap, and finite
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     terms = torch.minimum(ratio.clamp(max=is_cap) * weight, bounded * weight)
+    loss = -terms.sum()
     with torch.no_grad():
         outside = (ratio != bounded) & finite
         return LossOutputs(
-            loss=-terms.sum(),
+            loss=loss,
             tokens=int(finite.sum()),
             left_out=int((~finite).sum()),
             clipped=int(outside.sum()),

@@ -1,0 +1,243 @@
+"""The trainer of a run, from its configuration to "done".
+
+    check the store -> prepare the model -> start or reopen the run -> train -> say how it ended
+
+What it records, in this order for each step: the version (durable), the step's record (put once,
+with the root of its own live tensors), then, every few steps, a checkpoint. So a trainer that is
+killed at any instruction resumes from a checkpoint whose steps are all recorded, and the records
+of the steps it lost are void. Refuses to start a second run in a store, and to go on with a run
+unless it is told to resume.
+"""
+
+import datetime
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from farcast.config import RunConfig, encode_config
+from farcast.engines.modules import load_module
+from farcast.errors import RunMismatchError, UnknownVersionError
+from farcast.fleet.assets import put_assets
+from farcast.fleet.finding import run_in
+from farcast.fleet.heartbeat import Heartbeat
+from farcast.fleet.layout import RunFolder
+from farcast.fleet.records import StepRecord
+from farcast.fleet.registry import Registry
+from farcast.fleet.signals import StopRequest
+from farcast.lineage import RunRecord
+from farcast.publish import Publisher
+from farcast.store import Store, open_store
+from farcast.store.archive import Archive
+from farcast.store.probe import probe_conditional_put
+from farcast.train.checkpoint import Checkpoints
+from farcast.train.loop import StepReport, Trainer
+from farcast.train.models import default_cache, prepare_model
+from farcast.train.policy import Policy, served_root
+from farcast.trajectory import GroupBatcher, TrajectoryReceiver
+
+GROUP_TIMEOUT = 600.0
+"""Workers send groups whole, so an incomplete one means that a group was split for its size and
+its second half is on a slow line."""
+
+
+def run_trainer(
+    config: RunConfig, *, resume: bool, stop: StopRequest, cache: Path | None = None
+) -> None:
+    """Train until the configured step, or until `stop` is requested; checkpointed on return."""
+    store = open_store(config.store)
+    archive = _open_run(store, config, resume=resume)
+    say(f"preparing the model {config.model}")
+    model = prepare_model(config.model, cache or default_cache(), say)
+    if run_in(store) is None:
+        _create_run(archive, config, model)
+    registry = Registry(store)
+    with (
+        Heartbeat(registry, config.run_id) as heartbeat,
+        Publisher(store, config.run_id, anchor_every=config.train.anchor_every) as publisher,
+    ):
+        say("loading the model")
+        policy = Policy(load_module(model), config.train)
+        receiver = TrajectoryReceiver(store, config.run_id)
+        recorder = _Recorder(config, registry, heartbeat, receiver)
+        trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop)
+        if trainer.resume() or resume:
+            recorder.resumed_from = trainer.step
+            say(f"resuming after step {trainer.step}")
+        recorder.first_version(policy, publisher, trainer.step)
+        heartbeat.update(state="training", step=trainer.step, version=trainer.version)
+        trainer.run()
+        receiver.close()
+        done = trainer.step >= config.train.steps
+        heartbeat.update(state="done" if done else "stopped")
+        say(f"{'done' if done else 'stopped'} after step {trainer.step}")
+
+
+def say(text: str) -> None:
+    """One line for whoever follows the log."""
+    print(text, flush=True)
+
+
+def _open_run(store: Store, config: RunConfig, *, resume: bool) -> Archive:
+    """The run's archive, once it is clear that this trainer may write to it."""
+    record = run_in(store)
+    archive = Archive(store, config.run_id)
+    if record is None:
+        probe_conditional_put(store)
+        return archive
+    archive.open_run()
+    if not resume:
+        raise RunMismatchError(
+            f"{store.url} already holds the run {config.run_id}; "
+            "continue it with --resume, or use another store prefix."
+        )
+    return archive
+
+
+def _create_run(archive: Archive, config: RunConfig, model: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    archive.create_run(
+        RunRecord(
+            run_id=config.run_id,
+            created=now.isoformat(timespec="seconds"),
+            assets=put_assets(archive, model),
+            settings=encode_config(config).decode(),
+        )
+    )
+
+
+def _trainer(
+    config: RunConfig,
+    archive: Archive,
+    policy: Policy,
+    publisher: Publisher,
+    receiver: TrajectoryReceiver,
+    recorder: "_Recorder",
+    stop: StopRequest,
+) -> Trainer:
+    def root_of(version: int) -> str | None:
+        try:
+            return archive.manifest(version).root
+        except UnknownVersionError:
+            return None
+
+    return Trainer(
+        policy,
+        config.train,
+        run_id=config.run_id,
+        publisher=publisher,
+        receiver=receiver,
+        batcher=GroupBatcher(
+            config.run_id, max_staleness=config.train.max_staleness, group_timeout=GROUP_TIMEOUT
+        ),
+        checkpoints=Checkpoints(RunFolder(Path(config.out)).checkpoint, config.run_id),
+        root_of=root_of,
+        report=recorder.step,
+        idle=recorder.idle,
+        stop=lambda: stop.requested,
+    )
+
+
+class _Recorder:
+    """Turns what the loop reports into records, metrics and lines of the log."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        registry: Registry,
+        heartbeat: Heartbeat,
+        receiver: TrajectoryReceiver,
+    ) -> None:
+        self._steps = config.train.steps
+        self._registry = registry
+        self._heartbeat = heartbeat
+        self._receiver = receiver
+        self._metrics = RunFolder(Path(config.out)).metrics
+        self._incarnation = f"trainer-{secrets.token_hex(4)}"
+        self.resumed_from = -1
+
+    def first_version(self, policy: Policy, publisher: Publisher, step: int) -> None:
+        """Publish the weights before the first step and record them. A trainer that was killed
+        between the two makes up for the record."""
+        if step > 0 or (publisher.newest is not None and self._is_recorded(0)):
+            return
+        served = policy.served()
+        if publisher.newest is None:
+            publisher.publish(served, 0)
+        report = publisher.last
+        self._registry.put_step(
+            StepRecord(
+                version=0,
+                step=0,
+                root=served_root(served),
+                incarnation=self._incarnation,
+                resumed_from=self.resumed_from,
+                changed=0,
+                elements=report.elements if report else 0,
+                bytes_sent=report.bytes_sent if report else 0,
+                bytes_full=report.bytes_full if report else 0,
+            )
+        )
+
+    def idle(self) -> None:
+        """The loop waits for trajectories."""
+        self._heartbeat.check()
+        self._heartbeat.update(positions=self._receiver.positions())
+
+    def step(self, report: StepReport) -> None:
+        """A step's version is durable: record it."""
+        self._heartbeat.check()
+        record = self._record(report)
+        self._registry.put_step(record)
+        self._heartbeat.update(
+            step=report.step,
+            version=report.published.ref.version,
+            positions=self._receiver.positions(),
+        )
+        self._write_metrics(record, report)
+        say(
+            f"step {report.step}/{self._steps} version {report.published.ref.version} "
+            f"reward {report.reward_mean:.3f} loss {report.loss:+.4f}"
+        )
+
+    def _record(self, report: StepReport) -> StepRecord:
+        published = report.published
+        return StepRecord(
+            version=report.published.ref.version,
+            step=report.step,
+            root=report.root,
+            incarnation=self._incarnation,
+            resumed_from=self.resumed_from,
+            reward_mean=report.reward_mean,
+            reward_std=report.reward_std,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            staleness_mean=report.staleness_mean,
+            staleness_max=report.staleness_max,
+            consumed=report.consumed,
+            dropped=report.dropped,
+            tokens=report.tokens,
+            changed=published.changed,
+            elements=published.elements,
+            bytes_sent=published.bytes_sent,
+            bytes_full=published.bytes_full,
+            step_seconds=report.step_seconds,
+            blocked_seconds=report.blocked_seconds,
+            waited_seconds=report.waited_seconds,
+        )
+
+    def _write_metrics(self, record: StepRecord, report: StepReport) -> None:
+        """The record with counts for ids, and what only people look at."""
+        line: dict[str, Any] = asdict(record)
+        line["consumed"] = len(record.consumed)
+        line["dropped"] = {reason: len(ids) for reason, ids in record.dropped.items()}
+        line |= {"kl": report.kl, "clipped": report.clipped, "time": time.time()}
+        line["publish"] = asdict(replace(report.published))
+        with self._metrics.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+    def _is_recorded(self, version: int) -> bool:
+        return any(record.version == version for record in self._registry.steps())
