@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ def test_mixed_use_shares_no_memory_between_versions() -> None:
 class FakeDeviceTensor:
     """Lies outside host memory as far as anybody can see."""
 
-    device = "accelerator:0"
+    device = SimpleNamespace(type="accelerator")
 
     def __init__(self, value: np.ndarray[Any, Any]) -> None:
         self.value = value

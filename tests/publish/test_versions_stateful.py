@@ -46,7 +46,7 @@ class Trainer:
         self.link = FaultStore(store)
         self.weights = weights
         self.publisher = Publisher(
-            self.link, RUN, anchor_every=3, part_bytes=60, workers=1, reanchor=True
+            self.link, RUN, anchor_every=3, squash=2, part_bytes=60, workers=1, reanchor=True
         )
         self.fenced = False
 
@@ -152,6 +152,22 @@ class Versions(RuleBasedStateMachine):
                 assert self.rotten
                 continue
             assert bits == self.attempts[manifest.step]
+
+    @rule(data=st.data())
+    def catch_up(self, data: st.DataObject) -> None:
+        """From any version to any other, by whichever path is cheapest: the same bits."""
+        found = len(keys(self.store, "versions/"))
+        if found < 2:
+            return
+        have, want = (data.draw(st.integers(0, found - 1)) for _ in range(2))
+        archive = Archive(self.store, RUN, workers=1)
+        try:
+            base = archive.manifest(have).ref, archive.rebuild(have)
+            bits = plain(archive.rebuild(want, base))
+        except FarcastError:
+            assert self.rotten
+            return
+        assert bits == self.attempts[archive.manifest(want).step]
 
     @invariant()
     def no_manifest_ever_changes(self) -> None:

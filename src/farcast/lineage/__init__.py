@@ -23,7 +23,14 @@ from farcast.lineage.manifest import (
     version_key,
 )
 from farcast.lineage.planning import MAX_MANIFESTS_READ, Plan, PlanStep, plan
-from farcast.lineage.schedule import MAX_ANCHOR_DISTANCE, check_anchor_every, is_anchor_due
+from farcast.lineage.schedule import (
+    MAX_ANCHOR_DISTANCE,
+    MAX_SQUASHED,
+    check_anchor_every,
+    check_squash,
+    is_anchor_due,
+    squash_spans,
+)
 
 __all__ = [
     "MAX_ANCHOR_DISTANCE",
@@ -31,6 +38,7 @@ __all__ = [
     "MAX_MANIFEST_BYTES",
     "MAX_OBJECTS",
     "MAX_OBJECT_BYTES",
+    "MAX_SQUASHED",
     "OBJECTS_PREFIX",
     "RUN_KEY",
     "VERSIONS_PREFIX",
@@ -42,6 +50,7 @@ __all__ = [
     "RunRecord",
     "check_anchor_every",
     "check_manifest",
+    "check_squash",
     "decode_manifest",
     "decode_run_record",
     "encode_manifest",
@@ -50,5 +59,6 @@ __all__ = [
     "object_key",
     "parse_version_key",
     "plan",
+    "squash_spans",
     "version_key",
 ]

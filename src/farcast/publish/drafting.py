@@ -2,11 +2,12 @@
 but its commit. Refuses to make anything visible."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from farcast.delta import TensorBits, root_of
-from farcast.lineage import Delta, Manifest, ObjectRef, encode_manifest, is_anchor_due
+from farcast.lineage import Delta, Manifest, ObjectRef, encode_manifest, is_anchor_due, squash_spans
+from farcast.publish.history import History, Reverse, Undo, squash_parts
 from farcast.publish.parts import Tally, anchor_parts, delta_parts
 from farcast.store.archive import Archive
 from farcast.store.rebuilding import Weights
@@ -36,15 +37,20 @@ class Drafting:
     writer: str
     served_format: str
     anchor_every: int
+    squash: int | None
     part_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A version that lacks only its commit; `repeated` if it is the newest one again."""
+    """A version that lacks only its commit; `repeated` if it is the newest one again.
+
+    `undo` leads back from it, for the history once it is committed.
+    """
 
     manifest: Manifest
     entries: Mapping[str, TensorEntry]
+    undo: tuple[Undo, ...]
     repeated: bool
     encode_seconds: float
     put_seconds: float
@@ -58,21 +64,23 @@ class Draft:
         return sum(objects.values()) + len(encode_manifest(self.manifest))
 
 
-def draft_version(how: Drafting, base: Base, target: Mapping[str, TensorBits], step: int) -> Draft:
+def draft_version(
+    how: Drafting, base: Base, history: History, target: Mapping[str, TensorBits], step: int
+) -> Draft:
     """Encode `target` and put its objects; the next version after `base`, not yet visible."""
     started = time.perf_counter()
     tally = Tally()
-    deltas: tuple[Delta, ...] = ()
-    anchor: tuple[ObjectRef, ...] | None = None
+    changes = _Changes(how, base, history, target, tally)
     if base.newest is not None and base.weights is not None:
-        objects = _put_delta(how, base.weights, target, tally)
-        deltas = (Delta(base=base.version, base_root=base.newest.root, objects=objects),)
+        changes.put_delta(base.newest, base.weights)
         if (root_of(tally.entries), step) == (base.newest.root, base.newest.step):
-            return _draft(base.newest, tally, started, repeated=True)
+            return _draft(base.newest, changes, started, repeated=True)
+        changes.put_squashed()
     version = base.version + 1
     before = None if base.newest is None else base.newest.anchor_version
-    if not deltas or is_anchor_due(version, before, how.anchor_every):
-        anchor = _put_anchor(how, target, tally, first=not deltas)
+    anchor: tuple[ObjectRef, ...] | None = None
+    if not changes.deltas or is_anchor_due(version, before, how.anchor_every):
+        anchor = changes.put_anchor()
     manifest = Manifest(
         run_id=how.archive.run_id,
         version=version,
@@ -81,39 +89,89 @@ def draft_version(how: Drafting, base: Base, target: Mapping[str, TensorBits], s
         served_format=how.served_format,
         tensors=len(target),
         elements=tally.elements,
-        bytes_full=sum(bits.data.nbytes for bits in target.values()),
+        bytes_full=changes.bytes_full,
         changed=tally.changed,
         anchor_version=version if before is None or anchor is not None else before,
         anchor=anchor,
-        deltas=deltas,
+        deltas=tuple(changes.deltas),
         writer=how.writer,
     )
-    return _draft(manifest, tally, started, repeated=False)
+    return _draft(manifest, changes, started, repeated=False)
 
 
-def _put_delta(
-    how: Drafting, weights: Weights, target: Mapping[str, TensorBits], tally: Tally
-) -> tuple[ObjectRef, ...]:
-    parts = delta_parts(weights.bits, weights.entries, target, tally, part_bytes=how.part_bytes)
-    return how.archive.put_objects(parts)
+class _Changes:
+    """The objects of one version, as they are put."""
+
+    def __init__(
+        self,
+        how: Drafting,
+        base: Base,
+        history: History,
+        target: Mapping[str, TensorBits],
+        tally: Tally,
+    ) -> None:
+        self._how = how
+        self._version = base.version + 1
+        self._history = history
+        self._target = target
+        self.tally = tally
+        self.deltas: list[Delta] = []
+        self.undo: list[Undo] = []
+        self.bytes_full = sum(bits.data.nbytes for bits in target.values())
+
+    def put_delta(self, parent: Manifest, weights: Weights) -> None:
+        """Put the change from the version before."""
+        reverse = Reverse()
+        parts = delta_parts(
+            weights.bits,
+            weights.entries,
+            self._target,
+            self.tally,
+            part_bytes=self._how.part_bytes,
+            on_change=None if self._how.squash is None else reverse.add,
+        )
+        self._add(parent.version, parent.root, parts, reverse)
+
+    def put_squashed(self) -> None:
+        """Put the changes from further back that are due and whose way back is known."""
+        for span in squash_spans(self._version, self._how.squash):
+            shorter = self.undo[-1] if self.undo else None
+            if self._how.squash is None or shorter is None:
+                return
+            back = self._history.way_back(shorter, self._how.squash)
+            if back is None:
+                return
+            reverse = Reverse()
+            parts = squash_parts(
+                back, self._target, self.tally, reverse, part_bytes=self._how.part_bytes
+            )
+            self._add(self._version - span, back.root, parts, reverse)
+
+    def put_anchor(self) -> tuple[ObjectRef, ...]:
+        """Put the full copy; it tells entries and changes only where there is no delta to."""
+        own = Tally() if self.deltas else self.tally
+        parts = anchor_parts(self._target, own, part_bytes=self._how.part_bytes)
+        objects = self._how.archive.put_objects(parts)
+        if own is not self.tally:
+            self.tally.seconds += own.seconds
+        return objects
+
+    def _add(self, base: int, root: str, parts: Iterator[bytes], reverse: Reverse) -> None:
+        objects = self._how.archive.put_objects(parts)
+        self.deltas.append(Delta(base=base, base_root=root, objects=objects))
+        undo = Undo(base=base, base_root=root, version=self._version, parts=tuple(reverse.parts))
+        if self._how.squash is not None and undo.worth_keeping(self.bytes_full):
+            self.undo.append(undo)
+        self.tally.seconds += reverse.seconds
 
 
-def _put_anchor(
-    how: Drafting, target: Mapping[str, TensorBits], tally: Tally, *, first: bool
-) -> tuple[ObjectRef, ...]:
-    """Put the full copy; it tells entries and changes only where there is no delta to do so."""
-    own = tally if first else Tally()
-    objects = how.archive.put_objects(anchor_parts(target, own, part_bytes=how.part_bytes))
-    if not first:
-        tally.seconds += own.seconds
-    return objects
-
-
-def _draft(manifest: Manifest, tally: Tally, started: float, *, repeated: bool) -> Draft:
+def _draft(manifest: Manifest, changes: _Changes, started: float, *, repeated: bool) -> Draft:
+    seconds = changes.tally.seconds
     return Draft(
         manifest=manifest,
-        entries=tally.entries,
+        entries=changes.tally.entries,
+        undo=tuple(changes.undo),
         repeated=repeated,
-        encode_seconds=tally.seconds,
-        put_seconds=max(0.0, time.perf_counter() - started - tally.seconds),
+        encode_seconds=seconds,
+        put_seconds=max(0.0, time.perf_counter() - started - seconds),
     )

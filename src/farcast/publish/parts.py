@@ -6,7 +6,7 @@ way to the store, the next is encoded.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from farcast.delta import EncodedDelta, TensorBits, encode_bits
@@ -19,6 +19,8 @@ at the usual 1 % of change gives objects of a few MB, large enough for any store
 MAX_PARTS = 1024
 """Beyond this the parts grow instead of becoming more: a manifest has room for 4096, and cutting
 at tensor borders can double the count."""
+
+OnChange = Callable[[Mapping[str, TensorBits], Mapping[str, TensorBits]], None]
 
 
 @dataclass
@@ -36,7 +38,7 @@ def anchor_parts(
 ) -> Iterator[bytes]:
     """The objects that hold `target` in full."""
     for names in split(target, part_bytes=part_bytes):
-        yield _encode({}, {name: target[name] for name in names}, {}, tally).data
+        yield encode_part({}, {name: target[name] for name in names}, {}, tally).data
 
 
 def delta_parts(
@@ -46,17 +48,22 @@ def delta_parts(
     tally: Tally,
     *,
     part_bytes: int,
+    on_change: OnChange | None = None,
 ) -> Iterator[bytes]:
     """The objects that turn `base` into `target`; none for parts in which nothing changed.
 
-    `tally` is complete when the iterator is exhausted.
+    `tally` is complete when the iterator is exhausted. `on_change` sees the two sides of every
+    part that did change.
     """
     gone = [name for name in base if name not in target]
     for names in split(target, part_bytes=part_bytes):
         before = {name: base[name] for name in (*names, *gone) if name in base}
         known = {name: base_entries[name] for name in before}
-        encoded = _encode(before, {name: target[name] for name in names}, known, tally)
+        after = {name: target[name] for name in names}
+        encoded = encode_part(before, after, known, tally)
         if encoded.entries != known:
+            if on_change is not None:
+                on_change(before, after)
             yield encoded.data
         gone = []
 
@@ -77,12 +84,13 @@ def split(target: Mapping[str, TensorBits], *, part_bytes: int) -> Iterator[list
     yield names
 
 
-def _encode(
+def encode_part(
     base: Mapping[str, TensorBits],
     target: Mapping[str, TensorBits],
     base_entries: Mapping[str, TensorEntry],
     tally: Tally,
 ) -> EncodedDelta:
+    """One object's worth of change, counted in `tally`."""
     started = time.perf_counter()
     encoded = encode_bits(base, target, base_entries=base_entries)
     tally.seconds += time.perf_counter() - started

@@ -36,8 +36,9 @@ from farcast.errors import (
     UnknownVersionError,
     VersionConflictError,
 )
-from farcast.lineage import Manifest, check_anchor_every
+from farcast.lineage import Manifest, check_anchor_every, check_squash
 from farcast.publish.drafting import Base, Draft, Drafting, draft_version
+from farcast.publish.history import History
 from farcast.publish.job import PublishJob
 from farcast.publish.parts import PART_BYTES
 from farcast.publish.poison import check_poison
@@ -60,6 +61,10 @@ class Publisher:
     holds versions it starts by rebuilding the newest; `reanchor=True` lets it go on with a full
     copy where that is damaged beyond repair. Memory: one copy of the served bits (the
     baseline), and a second one once `publish_async` was used.
+
+    `squash=4` also publishes, with every 4th version, the change from 4 before, with every 16th
+    that from 16 before and so on: a replica that comes back late then reads O(log n) objects, for
+    up to one more delta's worth of upload a version and level.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Publisher:
         run_id: str,
         *,
         anchor_every: int = 20,
+        squash: int | None = None,
         served_format: str = "bf16",
         writer: str | None = None,
         reanchor: bool = False,
@@ -75,6 +81,7 @@ class Publisher:
         workers: int = 4,
     ) -> None:
         check_anchor_every(anchor_every)
+        check_squash(squash)
         writer = f"publisher-{secrets.token_hex(6)}" if writer is None else writer
         for what, name in (("run", run_id), ("format", served_format), ("writer", writer)):
             _check_name(what, name)
@@ -84,6 +91,7 @@ class Publisher:
             writer=writer,
             served_format=served_format,
             anchor_every=anchor_every,
+            squash=squash,
             part_bytes=part_bytes,
         )
         self._reanchor = reanchor
@@ -91,6 +99,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="farcast-publish")
         self._closed = False
         self._snapshots = Snapshots()
+        self._history = History()
         self._doubtful: list[Manifest] = []
         self._fenced: str | None = None
         self._last: PublishReport | None = None
@@ -148,6 +157,14 @@ class Publisher:
             raise
         return PublishJob(future)
 
+    def rollback(self, version: int) -> VersionRef:
+        """Publish the content of an earlier version, and its step, as a new version.
+
+        Nothing is rewritten: replicas go on to the new version as to any other.
+        """
+        step = self._archive.manifest(version).step
+        return self.publish(self._archive.rebuild(version), step, allow_poison=True)
+
     def close(self) -> None:
         """Wait for the version on its way, and publish no more. Its error stays with its job."""
         with self._turn:
@@ -189,7 +206,7 @@ class Publisher:
             check_poison(self._base.weights.bits, target)
         while True:
             base = self._base
-            draft = draft_version(self._how, base, target, step)
+            draft = draft_version(self._how, base, self._history, target, step)
             if draft.repeated or self._committed(draft.manifest):
                 break
             self._base = self._reloaded(base.weights)
@@ -228,6 +245,8 @@ class Publisher:
                 else copied(bits, before.get(name))
                 for name, bits in target.items()
             }
+        for undo in draft.undo:
+            self._history.add(undo, keep=self._how.squash or 0)
         weights = Weights(ref=draft.manifest.ref, bits=after, entries=draft.entries)
         self._base = Base(newest=draft.manifest, weights=weights)
 
@@ -259,6 +278,7 @@ class Publisher:
     def _reloaded(self, have: Weights | None) -> Base:
         """The newest version again, which must still be this publisher's own."""
         self._base = None
+        self._history.clear()
         base = self._loaded(have)
         if base.newest is not None and base.newest.writer != self._how.writer:
             self._fenced = (

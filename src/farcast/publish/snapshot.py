@@ -103,9 +103,10 @@ def views(tensors: Mapping[str, Any]) -> Bits:
 
 
 def on_device(tensor: Any) -> bool:
-    """Whether a tensor's values lie outside host memory, so that reading them is a copy."""
-    device = getattr(tensor, "device", None)
-    return getattr(device, "type", device) not in (None, "cpu")
+    """Whether reading a torch tensor's values is a copy from elsewhere. Other libraries' arrays
+    are read through numpy's protocol, which waits by itself."""
+    kind = getattr(getattr(tensor, "device", None), "type", None)
+    return kind not in (None, "cpu")
 
 
 def copied(bits: TensorBits, spare: TensorBits | None) -> TensorBits:
