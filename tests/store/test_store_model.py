@@ -124,9 +124,9 @@ class FileMachine(StoreMachine):
 
 
 TestMemoryModel = StoreMachine.TestCase
-TestMemoryModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestMemoryModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestFileModel = FileMachine.TestCase
-TestFileModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestFileModel.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.full
