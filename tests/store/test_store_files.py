@@ -214,6 +214,32 @@ def test_a_really_full_disk() -> None:
         os.close(descriptor)
 
 
+UNPRIVILEGED = """
+import os, sys
+from farcast.errors import StoreError
+from farcast.store import open_store
+store = open_store(sys.argv[1])
+if os.getuid() == 0:
+    os.setuid(65534)
+for call in (lambda: store.put("k", b"x"), lambda: store.put("old", b"x", if_absent=True)):
+    try:
+        call()
+    except StoreError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    folder = tmp_path / "readonly"
+    folder.mkdir()
+    folder.chmod(0o555)
+    command = [sys.executable, "-c", UNPRIVILEGED, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("StoreAccessError") and "EACCES" in line for line in lines)
+
+
 # --- places that cannot be -----------------------------------------------------------------------
 
 

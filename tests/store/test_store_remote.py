@@ -311,6 +311,18 @@ def test_a_long_list_goes_on_with_new_credentials(stub: S3Stub) -> None:
     assert {seen.access_key for seen in stub.seen} == {"A", "B"}
 
 
+def test_a_wrong_clock_is_named(stub: S3Stub) -> None:
+    stub.respond = lambda _: Answer(403, "RequestTimeTooSkewed")
+    with pytest.raises(StoreAccessError, match="clock"):
+        stub.open().put("k", b"x")
+
+
+def test_a_wrong_region_is_named(stub: S3Stub) -> None:
+    stub.respond = lambda _: Answer(400, "AuthorizationHeaderMalformed")
+    with pytest.raises(StoreAccessError, match="region"):
+        stub.open().put("k", b"x")
+
+
 def test_credentials_that_stay_refused_end_the_call(stub: S3Stub) -> None:
     stub.respond = lambda _: Answer(403, "ExpiredToken")
     store = stub.open(credentials=provider("A"), access_key_id="", secret_access_key="")

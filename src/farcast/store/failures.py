@@ -179,6 +179,10 @@ def _access_error(text: str, place: Place, key: str, answer: str) -> StoreAccess
             f"No usable credentials were found for {place}; set them in the environment or as "
             "options, or look why the credential provider failed."
         )
+    if "RequestTimeTooSkewed" in text:
+        return StoreAccessError(
+            f"{place} refuses a request because this machine's clock is off; set the clock."
+        )
     return StoreAccessError(
         f"{place} refuses these credentials for {key!r} ({answer}); check the key, its expiry "
         "and its permissions (S3 says this of an absent object too, when listing is not allowed)."
