@@ -94,7 +94,10 @@ class _State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class GroupBatcher:
     """Holds what arrived until it is whole groups. Its state is part of the checkpoint, next to
-    the receiver's: what the receiver has passed and no step has used is held here."""
+    the receiver's: what the receiver has passed and no step has used is held here.
+
+    Read only as much as the next step lacks: what stays in the store is what holds workers back.
+    """
 
     def __init__(self, run_id: str, *, max_staleness: int, group_timeout: float) -> None:
         self._run_id = run_id

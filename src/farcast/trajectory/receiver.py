@@ -189,18 +189,13 @@ class TrajectoryReceiver:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken, in this process or another."""
+        read = self._read_state(state)
         try:
-            read = msgspec.convert(state, _State)
             recent = base64.b64decode(read.recent, validate=True)
-        except (msgspec.ValidationError, ValueError) as error:
+        except ValueError as error:
             raise FormatError(
                 f"The receiver's state is not valid ({error}); use another checkpoint."
             ) from error
-        if read.run_id != self._run_id:
-            raise RunMismatchError(
-                f"The receiver's state is of run {read.run_id}, not {self._run_id}; "
-                "use a checkpoint of this run."
-            )
         ids = (recent[i : i + _ID_BYTES] for i in range(0, len(recent), _ID_BYTES))
         self._positions = dict(read.positions)
         self._recent = OrderedDict.fromkeys(ids)
@@ -218,7 +213,7 @@ class TrajectoryReceiver:
         falls back to an older checkpoint would miss them. Returns how many were deleted.
         """
         deleted = 0
-        for worker, position in msgspec.convert(state, _State).positions.items():
+        for worker, position in self._read_state(state).positions.items():
             end = position.sequence - keep
             if end <= self._discarded.get(worker, 0):
                 continue
@@ -255,6 +250,20 @@ class TrajectoryReceiver:
                 if len(taken) == max_items:
                     break
         return taken
+
+    def _read_state(self, state: dict[str, Any]) -> _State:
+        try:
+            read = msgspec.convert(state, _State)
+        except msgspec.ValidationError as error:
+            raise FormatError(
+                f"The receiver's state is not valid ({error}); use another checkpoint."
+            ) from error
+        if read.run_id != self._run_id:
+            raise RunMismatchError(
+                f"The receiver's state is of run {read.run_id}, not {self._run_id}; "
+                "use a checkpoint of this run."
+            )
+        return read
 
     def _discover(self, *, at_once: bool = False) -> bool:
         """Look for workers not known yet, unless that was done a moment ago. True if some are."""
