@@ -75,7 +75,9 @@ def test_nothing_is_ever_unpickled() -> None:
         assert not names & FORBIDDEN, f"{path}: {names & FORBIDDEN}"
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                assert (node.value.id, node.attr) not in {("torch", "load"), ("torch", "save")}, path
+                assert (node.value.id, node.attr) not in {("torch", "load"), ("torch", "save")}, (
+                    path
+                )
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 assert isinstance(node.value, ast.Constant) and node.value.value is False, path
 

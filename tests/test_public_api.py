@@ -51,5 +51,7 @@ def test_light_imports_load_neither_torch_nor_numba(code: str) -> None:
         "heavy = {'torch', 'numba', 'transformers', 'matplotlib', 'reasoning_gym'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr

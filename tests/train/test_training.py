@@ -1,0 +1,254 @@
+"""Packing, the policy and the loop, on a tiny real model."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch")
+
+from tests.models import tiny_module  # noqa: E402
+from tests.train_world import RUN, TrainWorld, trajectory  # noqa: E402
+
+from farcast import Publisher  # noqa: E402
+from farcast.errors import (  # noqa: E402
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    RunMismatchError,
+)
+from farcast.store.archive import Archive  # noqa: E402
+from farcast.train.checkpoint import Checkpoints, CheckpointState  # noqa: E402
+from farcast.train.objectives import group_advantages, policy_loss  # noqa: E402
+from farcast.train.packing import pack_group, shared_length  # noqa: E402
+from farcast.train.policy import Policy, served_root  # noqa: E402
+from farcast.types import VersionRef  # noqa: E402
+
+REF = VersionRef(RUN, 0, "0" * 64)
+
+
+def members(count: int = 4) -> list[Any]:
+    rng = random.Random(1)
+    return [trajectory("g", i, REF, reward=float(i % 2), rng=rng) for i in range(count)]
+
+
+def alone(module: Any, member: Any) -> list[float]:
+    """Log-probs of a member's loss tokens by a plain pass over it alone."""
+    with torch.no_grad():
+        logits = module(input_ids=torch.tensor([member.token_ids])).logits[0].float()
+    rows = torch.log_softmax(logits[:-1], -1)
+    return [
+        float(rows[i - 1, member.token_ids[i]])
+        for i in range(1, len(member.token_ids))
+        if member.loss_mask[i]
+    ]
+
+
+@pytest.mark.parametrize("most", [2048, 8], ids=["one pack", "split"])
+def test_packed_members_get_the_logprobs_they_have_alone(tmp_path: Path, most: int) -> None:
+    policy = Policy(tiny_module(), TrainWorld(tmp_path).config)
+    group = members()
+    packs = list(pack_group(group, [0.0] * 4, most=most))
+    assert (len(packs) > 1) == (most == 8)
+    packed = torch.cat([policy.logprobs(pack) for pack in packs]).tolist()
+    expected = [value for member in group for value in alone(policy.module, member)]
+    assert packed == pytest.approx(expected, abs=2e-4)
+
+
+def test_members_that_diverge_inside_the_prompt_share_only_what_is_equal() -> None:
+    group = members(2)
+    other = replace(group[1], token_ids=(5, 6, 99, *group[1].token_ids[3:]))
+    assert shared_length(group) == 4
+    assert shared_length([group[0], other]) == 2
+
+
+def test_tools_and_observations_stay_out_of_the_loss(tmp_path: Path) -> None:
+    policy = Policy(tiny_module(), TrainWorld(tmp_path).config)
+    long = replace(
+        members(1)[0],
+        token_ids=(5, 6, 7, 8, 20, 21, 30, 31, 22),
+        logprobs=(0.0,) * 4 + (-1.0, -1.0, 0.0, 0.0, -1.0),
+        loss_mask=(False,) * 4 + (True, True, False, False, True),
+    )
+    (pack,) = pack_group([long], [1.0])
+    assert pack.targets.tolist() == [20, 21, 22]
+    assert policy.logprobs(pack).tolist() == pytest.approx(alone(policy.module, long), abs=2e-4)
+
+
+def test_a_step_moves_served_weights_and_a_poisoned_gradient_moves_none(tmp_path: Path) -> None:
+    policy = Policy(tiny_module(), TrainWorld(tmp_path).config)
+    before = served_root(policy.served())
+    for param in policy.module.parameters():
+        param.grad = torch.full_like(param, float("nan"))
+    policy.step(1)
+    assert served_root(policy.served()) == before
+    group = members()
+    advantages = group_advantages(torch.tensor([m.reward for m in group])).tolist()
+    for pack in pack_group(group, advantages):
+        out = policy_loss(
+            policy.logprobs(pack),
+            pack.behaviour,
+            pack.advantages,
+            clip_low=0.2,
+            clip_high=0.2,
+            is_cap=2.0,
+        )
+        out.loss.backward()
+    policy.step(2)
+    assert served_root(policy.served()) != before
+    for param in policy.module.parameters():  # what is served is exactly what is computed with
+        assert torch.equal(param, param.to(torch.bfloat16).float())
+
+
+def test_every_step_is_a_version_whose_root_is_the_trainers_own(tmp_path: Path) -> None:
+    world = TrainWorld(tmp_path, steps=3)
+    trainer, policy, publisher = world.trainer()
+    zero = publisher.publish(policy.served(), 0)
+    world.send(zero, groups=6)
+    trainer.run()
+    assert [r.step for r in world.reports] == [1, 2, 3]
+    assert [r.published.ref.version for r in world.reports] == [1, 2, 3]
+    archive = Archive(world.store, RUN)
+    for report in world.reports:
+        assert report.root == report.published.ref.root
+        assert archive.restore(report.published.ref.version).ref.root == report.root
+    assert [r.staleness_max for r in world.reports] == [0, 1, 2]
+    assert len({i for r in world.reports for i in r.consumed}) == 24
+
+
+def test_stale_groups_are_dropped_and_named(tmp_path: Path) -> None:
+    world = TrainWorld(tmp_path, steps=2, max_staleness=0)
+    trainer, policy, publisher = world.trainer()
+    zero = publisher.publish(policy.served(), 0)
+    first = world.send(zero, groups=4)
+    calls = []
+
+    def idle() -> None:
+        if not calls:
+            calls.append(world.send(publisher.newest, groups=2))
+
+    trainer._idle = idle  # type: ignore[method-assign]
+    trainer.run()
+    assert set(world.reports[0].consumed) == set(first[:8])
+    dropped = {i for r in world.reports for i in r.dropped.get("stale", ())}
+    assert dropped == set(first[8:])
+    assert set(world.reports[1].consumed) == set(calls[0])
+
+
+def test_resuming_gives_the_same_run(tmp_path: Path) -> None:
+    whole = TrainWorld(tmp_path / "whole", steps=4)
+    trainer, policy, publisher = whole.trainer()
+    whole.send(publisher.publish(policy.served(), 0), groups=8)
+    trainer.run()
+
+    parts = TrainWorld(tmp_path / "parts", steps=4)
+    trainer, policy, publisher = parts.trainer()
+    parts.send(publisher.publish(policy.served(), 0), groups=8)
+    for stop_at in (1, 3, 4):
+        trainer._stop = lambda at=stop_at, t=trainer: t.step >= at  # type: ignore[method-assign,misc]
+        trainer.run()
+        publisher.close()
+        trainer, policy, publisher = parts.trainer()
+        assert trainer.resume()
+        assert trainer.step == stop_at
+    assert [r.root for r in parts.reports] == [r.root for r in whole.reports]
+    assert [r.consumed for r in parts.reports] == [r.consumed for r in whole.reports]
+    assert [r.published.ref.version for r in parts.reports] == [1, 2, 3, 4]
+
+
+def test_a_lost_step_is_published_under_the_next_number(tmp_path: Path) -> None:
+    world = TrainWorld(tmp_path, steps=3, checkpoint_every=2)
+    trainer, policy, publisher = world.trainer()
+    zero = publisher.publish(policy.served(), 0)
+    world.send(zero, groups=6)
+    trainer._stop = lambda: trainer.step >= 2  # type: ignore[method-assign]
+    trainer.run()
+    publisher.publish({n: t + 1 for n, t in policy.served().items()}, 3)  # then the crash
+    publisher.close()
+
+    trainer, policy, publisher = world.trainer()
+    assert trainer.resume()
+    assert trainer.step == 2
+    trainer.run()
+    assert world.reports[-1].step == 3
+    assert world.reports[-1].published.ref.version == 4
+    consumed = [i for r in world.reports for i in r.consumed]
+    assert len(consumed) == len(set(consumed)) == 24
+
+
+def test_publishing_errors_stop_the_run_at_its_checkpoint(tmp_path: Path) -> None:
+    world = TrainWorld(tmp_path, steps=3)
+    trainer, policy, publisher = world.trainer()
+    world.send(publisher.publish(policy.served(), 0), groups=6)
+    rival = Publisher(world.store, RUN)
+
+    def idle_after_first(report: Any) -> None:
+        world.reports.append(report)
+        rival_tensors = {n: t + 1 for n, t in policy.served().items()}
+        rival._base = rival._reloaded(None) if report.step == 1 else rival._base
+        rival.publish(rival_tensors, 99)
+
+    trainer._report = idle_after_first  # type: ignore[method-assign]
+    from farcast.errors import VersionConflictError
+
+    with pytest.raises(VersionConflictError):
+        trainer.run()
+
+
+def saved(folder: Path, policy: Policy, step: int = 1) -> Checkpoints:
+    checkpoints = Checkpoints(folder, RUN)
+    state = CheckpointState(
+        run_id=RUN, step=step, version=1, root="0" * 64, receiver={}, batcher=b""
+    )
+    checkpoints.save(state, policy.state())
+    return checkpoints
+
+
+def test_checkpoints_are_verified_and_the_newest_two_kept(tmp_path: Path) -> None:
+    policy = Policy(tiny_module(), TrainWorld(tmp_path).config)
+    for step in (1, 2, 3):
+        checkpoints = saved(tmp_path, policy, step)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000000000002", "step-000000000003"]
+    loaded = checkpoints.load()
+    assert loaded is not None
+    for name, tensor in policy.state().items():
+        assert torch.equal(loaded[1][name], tensor)
+    path = tmp_path / names[-1] / "tensors.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(IntegrityError, match="damaged"):
+        checkpoints.load()
+    with pytest.raises(RunMismatchError, match="is of run run, not other"):
+        Checkpoints(tmp_path, "other").load()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(tiny_module(), TrainWorld(tmp_path).config)
+    checkpoints = saved(tmp_path, policy, 1)
+
+    def full(*_: Any, **__: Any) -> None:
+        from safetensors import SafetensorError
+
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        saved(tmp_path, policy, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001"]
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert loaded[0].step == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    policy = Policy(tiny_module(), TrainWorld(tmp_path).config)
+    tensors = dict(policy.state())
+    tensors.pop(next(iter(tensors)))
+    with pytest.raises(FormatError, match="does not fit this model"):
+        policy.restore(tensors)
