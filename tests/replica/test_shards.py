@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from farcast.delta import entry_of, to_bits
 from farcast.errors import FarcastError, FormatError, LimitError, TensorMismatchError
-from farcast.replica.shards import DEFAULT_METADATA, check_names, plan_shard, read_shard
+from farcast.replica.shards import DEFAULT_METADATA, check_writable, plan_shard, read_shard
 
 
 def write(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
@@ -133,8 +133,14 @@ def test_a_damaged_file_never_does_worse_than_a_typed_error(
 
 @pytest.mark.parametrize("name", ["__metadata__", "lone \ud800 surrogate"])
 def test_names_that_a_header_can_not_hold_are_refused(name: str) -> None:
+    entry = entry_of(to_bits(np.ones(2)))
     with pytest.raises(TensorMismatchError, match="rename it"):
-        check_names(iter(["fine", name]))
+        check_writable({"fine": entry, name: entry})
+
+
+def test_a_dtype_that_other_readers_do_not_know_is_refused() -> None:
+    with pytest.raises(TensorMismatchError, match="which is C128"):
+        check_writable({"x": entry_of(to_bits(np.ones(2, np.complex128)))})
 
 
 READER = """

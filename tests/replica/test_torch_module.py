@@ -11,7 +11,7 @@ from torch import nn
 
 from farcast.delta import to_bits
 from farcast.errors import TargetChangedError, TensorMismatchError
-from farcast.replica import TorchModule
+from farcast.replica import TorchModule, torch_module
 from version_world import bits_of
 
 
@@ -148,11 +148,17 @@ DTYPES = [
     torch.int64,
     torch.bool,
     torch.complex64,
+    torch.complex128,
 ]
 
 
+@pytest.mark.parametrize("path", ["host", "device"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_keeps_every_bit(dtype: torch.dtype) -> None:
+def test_every_dtype_keeps_every_bit(
+    dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "device":
+        monkeypatch.setattr(torch_module, "_on_host", lambda _: False)
     world = World()
     rng = np.random.default_rng(0)
 
@@ -166,16 +172,22 @@ def test_every_dtype_keeps_every_bit(dtype: torch.dtype) -> None:
     module = Box({"x": live})
     subscriber = world.subscriber(TorchModule(module))
     for _ in range(3):
-        wanted = drawn()
-        few = wanted.clone()
-        world.publish({"x": few})
-        subscriber.sync()
-        assert to_bits(module.x.detach()).data.tobytes() == to_bits(few).data.tobytes()
+        for rows in (8, 1):  # as a whole, then a few elements
+            wanted = live.detach().clone()
+            wanted[:rows] = drawn()[:rows]
+            world.publish({"x": wanted})
+            subscriber.sync()
+            assert to_bits(module.x.detach()).data.tobytes() == to_bits(wanted).data.tobytes()
         assert module.x.data_ptr() == live.data_ptr()
 
 
+@pytest.mark.parametrize("path", ["host", "device"])
 @pytest.mark.parametrize("layout", ["transposed", "strided", "channels_last"])
-def test_parameters_need_not_be_contiguous(layout: str) -> None:
+def test_parameters_need_not_be_contiguous(
+    layout: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "device":  # the code for accelerators, on the tensors we have
+        monkeypatch.setattr(torch_module, "_on_host", lambda _: False)
     world = World()
     memory = torch.zeros(2, 3, 4, 5)
     live = {

@@ -213,8 +213,7 @@ class Target(abc.ABC):
             self._require_base(goal)
             with self._exclusive():
                 self._check_unmoved(draft)
-                self._write(draft)
-                self._settle_on(goal.ref, goal.entries)
+                self._switch(draft)
             try:
                 draft.settle()
             except OSError as error:
@@ -256,10 +255,12 @@ class Target(abc.ABC):
             self.forget()  # what it holds now is not what `ref` claims
             raise
 
-    def _write(self, draft: Draft) -> None:
+    def _switch(self, draft: Draft) -> None:
+        goal = draft.goal
         try:
             draft.write()
-            self._confirm(draft, draft.goal.ref, draft.goal.entries)
+            self._confirm(draft, goal.ref, goal.entries)
+            self._settle_on(goal.ref, goal.entries)
         except BaseException as error:  # an interrupt leaves no half-written target either
             self._undo(draft, error)
             raise

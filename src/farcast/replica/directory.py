@@ -30,7 +30,7 @@ from farcast.replica import files
 from farcast.replica.base import Check, Draft, Goal, Target
 from farcast.replica.directory_draft import DirectoryDraft
 from farcast.replica.layout import Layout, read_layout
-from farcast.replica.shards import check_names
+from farcast.replica.shards import check_writable
 from farcast.replica.workplace import State, Workplace
 from farcast.types import TensorEntry, VersionRef
 
@@ -106,7 +106,7 @@ class CheckpointDirectory(Target):
     # --- holes -------------------------------------------------------------------------------
 
     def _begin(self, goal: Goal) -> Draft:
-        check_names(iter(goal.entries))
+        check_writable(goal.entries)
         with files.translated(self._folder):
             if goal.base is not None:
                 self._require_unmoved()

@@ -13,9 +13,16 @@ from farcast.delta import TensorBits, entry_of
 from farcast.errors import IntegrityError, TargetChangedError, TargetError
 from farcast.replica import files
 from farcast.replica.base import Draft, Goal
-from farcast.replica.layout import INDEX, SINGLE, Layout, encode_index, read_layout
+from farcast.replica.layout import (
+    INDEX,
+    SINGLE,
+    Layout,
+    encode_index,
+    read_layout,
+    shard_name,
+)
 from farcast.replica.shards import DEFAULT_METADATA, Shard, Span, plan_shard, read_shard
-from farcast.replica.workplace import State, Workplace, shard_name
+from farcast.replica.workplace import State, Workplace
 from farcast.types import TensorEntry
 
 
@@ -229,16 +236,21 @@ class DirectoryDraft(Draft):
         self._work.write_state(self._state(done=True))
 
     def _discard(self) -> None:
-        if self._lock is None:
+        lock, self._lock = self._lock, None
+        if lock is None:
             return
-        with contextlib.suppress(OSError):  # what stays behind is removed by the next `begin`
-            for new in self._files:
-                if new.file >= 0:
-                    files.close(new.file)
-                    new.file = -1
-                files.remove(new.path)
-            for path in (self._staged_pointer, self._backup):
-                if path is not None:
-                    files.remove(path)
-        files.close(self._lock)
-        self._lock = None
+        try:
+            with contextlib.suppress(OSError):  # the next `begin` removes what stays behind
+                self._remove_staged()
+        finally:
+            files.close(lock)
+
+    def _remove_staged(self) -> None:
+        for new in self._files:
+            if new.file >= 0:
+                files.close(new.file)
+                new.file = -1
+            files.remove(new.path)
+        for path in (self._staged_pointer, self._backup):
+            if path is not None:
+                files.remove(path)

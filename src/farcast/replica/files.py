@@ -185,7 +185,8 @@ def lock(path: Path) -> int:
     except BlockingIOError:
         os.close(file)
         raise TargetError(
-            f"Another process updates {path.parent.parent}; let one do it per folder."
+            f"{path.parent.parent} is being updated, by another process or by a version that "
+            "was staged here; commit or discard that one first."
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):

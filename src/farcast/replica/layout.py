@@ -28,6 +28,7 @@ MAX_INDEX_BYTES = 1 << 28
 """A quarter of a million tensors of a kilobyte each; real indexes are a few megabytes."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@ -]*\.safetensors")
+_OWN = re.compile(r"model-v\d{1,12}-[0-9a-f]{16}-\d{5}\.safetensors")
 _MAX_NAME_BYTES = 255
 
 
@@ -69,6 +70,16 @@ class Layout:
 def is_plain_name(name: str) -> bool:
     """A file name that stays in its folder on every system, and can't be hidden or a device."""
     return bool(_PLAIN.fullmatch(name)) and len(name) <= _MAX_NAME_BYTES
+
+
+def shard_name(version: int, token: str, number: int) -> str:
+    """A name that no other version's file ever has; `token` is 16 hex digits, drawn once."""
+    return f"model-v{version}-{token}-{number:05d}.safetensors"
+
+
+def is_own_shard(name: str) -> bool:
+    """Whether `shard_name` made it: without an index that names it, nobody needs the file."""
+    return bool(_OWN.fullmatch(name))
 
 
 def read_layout(folder: Path) -> Layout:
@@ -147,12 +158,15 @@ def _listed_shard(folder: Path, name: str) -> Shard:
 
 
 def _refuse_orphans(folder: Path) -> None:
-    """Shards without an index: an engine that loads every file would mix them with ours."""
+    """Shards without an index: an engine that loads every file would mix them with ours.
+
+    Own ones were placed by an update that died before its first index; the next one removes them.
+    """
     try:
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
         return
-    orphans = sorted(name for name in names if name.endswith(".safetensors"))
+    orphans = sorted(n for n in names if n.endswith(".safetensors") and not is_own_shard(n))
     if orphans:
         raise TargetError(
             f"{folder} holds {orphans[0]!r} but no {INDEX}; restore the index, or remove the "

@@ -12,7 +12,7 @@ the header: it never becomes a path.
 """
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -30,6 +30,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 MAX_TENSORS = 1 << 18
 """Tensors of one file: three times those of the largest public mixture-of-experts models."""
+
+_UNKNOWN_TO_SAFETENSORS = frozenset({"C128"})
 
 METADATA = "__metadata__"
 DEFAULT_METADATA: Mapping[str, str] = {"format": "pt"}
@@ -158,13 +160,18 @@ def plan_shard(
     return _LENGTH.pack(len(text)) + text, spans
 
 
-def check_names(names: Iterator[str]) -> None:
-    """Refuse what a safetensors header can't hold as a name."""
-    for name in names:
+def check_writable(entries: Mapping[str, TensorEntry]) -> None:
+    """Refuse tensors that no safetensors file can hold."""
+    for name, entry in entries.items():
         if name == METADATA or not _is_text(name):
             raise TensorMismatchError(
                 f"A checkpoint file can't hold a tensor named {name[:80]!r}; rename it at the "
                 "trainer."
+            )
+        if entry.dtype in _UNKNOWN_TO_SAFETENSORS:
+            raise TensorMismatchError(
+                f"A checkpoint file can't hold {name[:80]!r}, which is {entry.dtype}; publish it "
+                "as two real tensors."
             )
 
 

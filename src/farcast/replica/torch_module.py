@@ -5,6 +5,9 @@ through an integer view, so that no float is ever converted and autograd sees no
 CPU other threads see each element change as a whole; that they see all of them change at once
 is the job of the engine's gate, around `commit`.
 
+On an accelerator the gate must also have waited for the kernels that read the weights; writes
+have ended when `commit` returns, since it reads the tensors back.
+
 Refuses modules whose tensors are not plain memory of one process (meta, sparse, quantised,
 sharded), and never creates, resizes or replaces a tensor.
 """
@@ -86,7 +89,7 @@ class TorchModule(LiveTarget):
 
     def _peek(self, name: str, positions: Positions | None) -> Words:
         integers = _integers(self._slots[name].tensor)
-        if integers.device.type == "cpu":
+        if _on_host(integers):
             flat = _flat(integers.numpy())
             return _unsigned(np.array(flat[:] if positions is None else flat[positions]))
         if positions is None:
@@ -95,7 +98,7 @@ class TorchModule(LiveTarget):
 
     def _poke(self, name: str, positions: Positions | None, words: Words) -> None:
         integers = _integers(self._slots[name].tensor)
-        if integers.device.type == "cpu":
+        if _on_host(integers):
             array = integers.numpy()
             _flat(array)[slice(None) if positions is None else positions] = words.view(array.dtype)
             return
@@ -190,6 +193,10 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() > 8:
         tensor = torch.view_as_real(tensor)
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return bool(tensor.device.type == "cpu")
 
 
 def _flat(array: np.ndarray[Any, Any]) -> Any:

@@ -7,7 +7,6 @@
 The state is a hint: a version it claims is believed only after hashing the folder.
 """
 
-import re
 import secrets
 from collections.abc import Collection
 from pathlib import Path
@@ -17,13 +16,11 @@ import msgspec
 
 from farcast.errors import FormatError, LimitError
 from farcast.replica import files
-from farcast.replica.layout import is_plain_name
+from farcast.replica.layout import is_own_shard, is_plain_name
 from farcast.types import Name, VersionRef
 
 MAX_STATE_BYTES = 1 << 24
 """Sixteen megabytes hold a hundred thousand file names of old shards."""
-
-_SHARD = re.compile(r"model-v\d{1,12}-[0-9a-f]{16}-\d{5}\.safetensors")
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,11 +32,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     current: VersionRef | None = None
     pending: VersionRef | None = None
     obsolete: tuple[str, ...] = ()
-
-
-def shard_name(version: int, token: str, number: int) -> str:
-    """A name that no other version's file ever has; `token` is drawn once per draft."""
-    return f"model-v{version}-{token}-{number:05d}.safetensors"
 
 
 class Workplace:
@@ -68,7 +60,7 @@ class Workplace:
             files.remove(path)
         state = self.read_state()
         candidates = set() if state is None else set(state.obsolete)
-        candidates |= {path.name for path in self.folder.iterdir() if _SHARD.fullmatch(path.name)}
+        candidates |= {path.name for path in self.folder.iterdir() if is_own_shard(path.name)}
         for name in sorted(candidates - set(used)):
             if is_plain_name(name):
                 files.remove(self.folder / name)
