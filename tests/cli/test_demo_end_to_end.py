@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> Non
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A whole demo: (the folder it ran in, what it said)."""
     where = tmp_path_factory.mktemp("demo")
     began = time.monotonic()
@@ -72,7 +71,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, s
     )
     assert status == 0, said + logs(where / "runs" / "demo")
     assert time.monotonic() - began < 120
-    yield where, said
+    return where, said
 
 
 def test_one_command_trains_kills_joins_and_proves(finished: tuple[Path, str]) -> None:
@@ -83,9 +82,7 @@ def test_one_command_trains_kills_joins_and_proves(finished: tuple[Path, str]) -
     assert out["roots_match"] is True
     assert out["differences"] == []
     assert out["replicas_killed"] == out["replicas_joined"] == 1
-    assert (
-        out["trajectories_submitted"] == out["trajectories_consumed"] + out["trajectories_stale"]
-    )
+    assert out["trajectories_submitted"] == out["trajectories_consumed"] + out["trajectories_stale"]
     assert out["trajectories_consumed"] > 0
     assert 0 < out["bytes_sent"] < out["bytes_full"]
     assert 0 < out["changed_fraction"] <= 1
@@ -173,9 +170,7 @@ def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
     assert status == 130, said + logs(run)
     assert "farcast demo --resume --out run" in said
     stopped_at = (run / "metrics.jsonl").read_text().count("\n")
-    status, said = farcast(
-        "demo", "--resume", "--out", "run", "--json", "out.json", where=tmp_path
-    )
+    status, said = farcast("demo", "--resume", "--out", "run", "--json", "out.json", where=tmp_path)
     assert status == 0, said + logs(run)
     out = json.loads((tmp_path / "out.json").read_text())
     assert out["steps"] == 10
@@ -196,12 +191,8 @@ def test_a_killed_trainer_resumes_and_counts_everything_once(tmp_path: Path) -> 
     status, said = finish(demo)
     assert status not in (0, 130), said
     assert "trainer" in said
-    status, said = farcast(
-        "demo", "--resume", "--out", "run", "--json", "out.json", where=tmp_path
-    )
+    status, said = farcast("demo", "--resume", "--out", "run", "--json", "out.json", where=tmp_path)
     assert status == 0, said + logs(run)
     out = json.loads((tmp_path / "out.json").read_text())
     assert (out["steps"], out["differences"], out["trainer_resumed"]) == (9, [], 1)
-    assert (
-        out["trajectories_submitted"] == out["trajectories_consumed"] + out["trajectories_stale"]
-    )
+    assert out["trajectories_submitted"] == out["trajectories_consumed"] + out["trajectories_stale"]

@@ -32,7 +32,8 @@ class PlayedRun:
         self.failing: set[str] = set()
 
     def start(self, spec: ProcessSpec) -> Handle:
-        self.calls.append(f"start {spec.name} at {self._step}")
+        held = f" until {spec.arguments[-1]}" if "--from-step" in spec.arguments else ""
+        self.calls.append(f"start {spec.name} at {self._step}{held}")
         if spec.name != "trainer":
             self.registry.write_replica(
                 ReplicaRecord(replica_id=spec.name, state="serving", version=self._step)
@@ -105,13 +106,13 @@ def test_one_is_killed_midway_and_a_third_joins_late(tmp_path: Path) -> None:
     run = PlayedRun(10)
     outcome, events = play(plan_in(tmp_path / "run"), run)
     assert outcome == "done"
-    assert events == ["r1 killed", "r3 joined", "r2 left", "r3 left"]
+    assert events == ["r3 joined", "r1 killed", "r2 left", "r3 left"]
     assert run.calls == [
         "start trainer at 0",
         "start r1 at 0",
         "start r2 at 0",
+        "start r3 at 1 until 6",
         "kill r1 at 4",
-        "start r3 at 6",
         "close",
     ]
 
@@ -170,7 +171,7 @@ def test_a_run_goes_on_until_its_last_replica_fails(tmp_path: Path) -> None:
     assert outcome == "done"
     assert "r1 failed" in events
     plan, run = plan_in(tmp_path / "again", kill=False), PlayedRun(10)
-    run.failing = {"r1", "r2"}
+    run.failing = {"r1", "r2", "r3"}
     with pytest.raises(ProcessFailedError, match="last replica"):
         play(plan, run)
 

@@ -16,10 +16,13 @@ def worker(
         typer.Option(metavar="NAME", help="This worker's name in the run. [default: host and pid]"),
     ] = None,
     link: options.Link = None,
-    cache: Annotated[
+    assets: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the model's small files go. [default: temporary]"),
     ] = None,
+    from_step: Annotated[
+        int, typer.Option(min=0, metavar="STEP", help="Be ready, but join only at this step.")
+    ] = 0,
     tied: options.Tied = False,
 ) -> None:
     """Run a replica with a worker: it follows the versions and sends trajectories home.
@@ -42,4 +45,6 @@ def worker(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        run_worker(store, id or default_id(), link=settings, cache=cache, stop=stop)
+        run_worker(
+            store, id or default_id(), link=settings, folder=assets, from_step=from_step, stop=stop
+        )

@@ -136,13 +136,15 @@ def open_view(console: Console, *, title: str, steps: int) -> LiveView | PlainVi
 
 def step_line(record: StepRecord, steps: int) -> str:
     """A step in one line of text."""
+    sent = f"sent {human_bytes(record.bytes_sent)} of {human_bytes(record.bytes_full)}"
+    if not record.consumed:
+        return f"step {record.step:>4}/{steps}  version {record.version:>4}  {sent}"
     changed = record.changed / record.elements if record.elements else 0.0
     return (
         f"step {record.step:>4}/{steps}  version {record.version:>4}  "
         f"reward {record.reward_mean:6.3f}  loss {record.loss:+.4f}  "
         f"stale {record.staleness_mean:.1f}/{record.staleness_max}  "
-        f"changed {changed:7.3%}  sent {human_bytes(record.bytes_sent)} "
-        f"of {human_bytes(record.bytes_full)}  "
+        f"changed {changed:7.3%}  {sent}  "
         f"took {human_seconds(record.step_seconds)}  "
         f"blocked {human_seconds(record.blocked_seconds)}"
     )

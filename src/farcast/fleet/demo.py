@@ -33,11 +33,16 @@ DRAIN_SECONDS = 60.0
 
 
 class Moment(NamedTuple):
-    """Something to do once the trainer has taken `step` steps."""
+    """Something to do once the trainer has taken `step` steps.
+
+    A replica that joins late is started ahead and told to hold back until step `from_step`, so
+    that in a short run it does not miss the end while Python imports torch.
+    """
 
     step: int
     action: Literal["kill", "join"]
     replica: str
+    from_step: int = 0
 
 
 class DemoSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,9 +69,9 @@ class DemoPlan(NamedTuple):
     def schedule(self) -> list[Moment]:
         """One replica is killed if another can carry on meanwhile; one joins late."""
         steps, workers = self.config.train.steps, self.settings.workers
-        moments = [Moment(math.ceil(JOIN_AT * steps), "join", f"r{workers + 1}")]
+        moments = [Moment(0, "join", f"r{workers + 1}", from_step=math.ceil(JOIN_AT * steps))]
         if self.settings.kill and workers > 1:
-            moments.insert(0, Moment(math.ceil(KILL_AT * steps), "kill", "r1"))
+            moments.append(Moment(math.ceil(KILL_AT * steps), "kill", "r1"))
         return moments
 
 
@@ -157,16 +162,15 @@ class Supervisor:
 
     def _follow(self, pending: Sequence[Moment], snapshot: FleetSnapshot) -> list[Moment]:
         """Do what is due; return what is not."""
-        for moment in pending:
-            if snapshot.step < moment.step:
-                continue
+        due = [moment for moment in pending if snapshot.step >= moment.step]
+        for moment in due:
             if moment.action == "kill" and moment.replica in self._workers:
                 self._launcher.kill(self._workers.pop(moment.replica))
                 self._event("killed", moment.replica, "SIGKILL, as planned")
             elif moment.action == "join":
-                self._start_worker(moment.replica)
+                self._start_worker(moment.replica, from_step=moment.from_step)
                 self._arrivals.add(moment.replica)
-        return [moment for moment in pending if snapshot.step < moment.step]
+        return [moment for moment in pending if moment not in due]
 
     def _greet(self, snapshot: FleetSnapshot) -> None:
         """Late replicas count as joined once they serve a verified version."""
@@ -250,8 +254,10 @@ class Supervisor:
         step, version = (snapshot.step, snapshot.version) if snapshot else (0, -1)
         self._view.event(self._log.add(kind, who, step=step, version=version, text=text))
 
-    def _start_worker(self, name: str) -> None:
+    def _start_worker(self, name: str, *, from_step: int = 0) -> None:
         arguments = ["worker", "--store", self._plan.config.store, "--id", name]
+        if from_step:
+            arguments += ["--from-step", str(from_step)]
         if self._plan.settings.link is not None:
             arguments += ["--link", self._plan.settings.link]
         self._workers[name] = self._launch(name, arguments)

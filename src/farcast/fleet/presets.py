@@ -49,12 +49,12 @@ PRESETS = {
     "tiny": Preset(
         title="a built model of about 1 M parameters",
         task=TaskConfig(name="letters"),
-        sampling=SamplingConfig(max_new_tokens=12, batch_groups=2),
+        sampling=SamplingConfig(max_new_tokens=12, batch_groups=4),
         train=TrainConfig(
             steps=8,
             learning_rate=1e-3,
             group_size=8,
-            groups_per_step=4,
+            groups_per_step=8,
             checkpoint_every=2,
             anchor_every=4,
         ),

@@ -10,6 +10,7 @@ from farcast.fleet.assets import fetch_assets
 from farcast.fleet.finding import open_archive
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
+from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.replica import CheckpointDirectory, Subscriber, SyncStats
 from farcast.store import CountingStore, LinkedStore, open_store
@@ -85,7 +86,7 @@ def _step(subscriber: Subscriber, reporter: ReplicaReporter) -> bool:
     if ref == before:
         return False
     report_commit(reporter, ref, subscriber.last)
-    print(f"version {ref.version}  {ref.root[:12]}", flush=True)
+    say(f"holds {ref}")
     return True
 
 

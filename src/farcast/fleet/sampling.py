@@ -1,7 +1,8 @@
 """The part of a worker that needs torch: model, engine and loop, put together."""
 
-import time
 from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
 
 from farcast.config import RunConfig
 from farcast.engines.chat import ChatCodec
@@ -11,98 +12,108 @@ from farcast.engines.transformers_engine import TransformersEngine
 from farcast.fleet.assets import fetch_assets
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
+from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.watching import TrainerWatch
 from farcast.lineage import RunRecord
 from farcast.replica import Subscriber
 from farcast.replica.widened import WidenedModule
 from farcast.rollout import Worker, WorkerCounters, make_environment
-from farcast.store import Store
+from farcast.store import CountingStore
 from farcast.store.archive import Archive
 from farcast.trajectory import TrajectorySender
 
 ENGINE_NAME = "transformers"
 
 
-def sample(
-    store: Store,
-    record: RunRecord,
-    config: RunConfig,
-    worker_id: str,
-    *,
-    folder: Path,
-    reporter: ReplicaReporter,
-    stop: StopRequest,
-) -> None:
-    """Build the replica from the run's assets and sample until the run is over."""
-    fetch_assets(Archive(store, record.run_id), record.assets, folder)
-    codec = ChatCodec.from_folder(folder, config.task)
-    # bf16 is served; on a CPU it is computed with in float32.
-    target = WidenedModule(empty_module(folder))
-    subscriber = Subscriber(store, record.run_id, target)
-    engine = TransformersEngine(
-        target.module,
-        subscriber,
-        eos_ids=codec.eos_ids,
-        pad_id=codec.pad_id,
-        on_commit=lambda commit: _report_commit(reporter, commit),
-    )
-    with TrainerWatch(Registry(store), worker_id) as trainer:
-        worker = _worker(store, config, worker_id, engine, codec, trainer, reporter, stop)
-        engine.start()
-        try:
-            counters = worker.run()
-        finally:
-            engine.close()
-    engine.check()
-    print(
-        f"left with {counters.trajectories} trajectories sent, {counters.tokens} tokens sampled",
-        flush=True,
-    )
+class Sampler:
+    """A replica that is ready to join: its model is built, and has no version yet."""
+
+    def __init__(
+        self, store: CountingStore, record: RunRecord, config: RunConfig, name: str, *, folder: Path
+    ) -> None:
+        disable_progress_bar()
+        fetch_assets(Archive(store, record.run_id), record.assets, folder)
+        self._store = store
+        self._config = config
+        self._name = name
+        self._codec = ChatCodec.from_folder(folder, config.task)
+        # bf16 is served; on a CPU it is computed with in float32.
+        self._target = WidenedModule(empty_module(folder))
+
+    def run(self, stop: StopRequest) -> None:
+        """Follow the run and sample until its trainer is done or `stop` is requested."""
+        registry = Registry(self._store)
+        with (
+            ReplicaReporter(registry, self._name, bytes_fetched=self._fetched) as reporter,
+            TrainerWatch(registry, self._name) as trainer,
+        ):
+            engine = self._engine(reporter)
+            worker = self._worker(engine, trainer, reporter, stop)
+            engine.start()
+            try:
+                counters = worker.run()
+            finally:
+                engine.close()
+            engine.check()
+        say(f"left with {counters.trajectories} trajectories sent, {counters.tokens} tokens")
+
+    def _fetched(self) -> int:
+        return self._store.traffic.bytes_down
+
+    def _engine(self, reporter: ReplicaReporter) -> TransformersEngine:
+        return TransformersEngine(
+            self._target.module,
+            Subscriber(self._store, self._config.run_id, self._target),
+            eos_ids=self._codec.eos_ids,
+            pad_id=self._codec.pad_id,
+            on_commit=lambda commit: _report_commit(reporter, commit),
+        )
+
+    def _worker(
+        self,
+        engine: TransformersEngine,
+        trainer: TrainerWatch,
+        reporter: ReplicaReporter,
+        stop: StopRequest,
+    ) -> Worker:
+        config = self._config
+        return Worker(
+            engine,
+            make_environment(config.task),
+            self._codec,
+            TrajectorySender(
+                self._store,
+                config.run_id,
+                self._name,
+                max_backlog=config.train.max_backlog_groups,
+                position_of_reader=trainer.position,
+            ),
+            group_size=config.train.group_size,
+            task=config.task,
+            sampling=config.sampling,
+            engine_name=ENGINE_NAME,
+            report=_Report(engine, reporter),
+            stop=lambda: stop.requested or trainer.done,
+        )
 
 
-def _worker(
-    store: Store,
-    config: RunConfig,
-    worker_id: str,
-    engine: TransformersEngine,
-    codec: ChatCodec,
-    trainer: TrainerWatch,
-    reporter: ReplicaReporter,
-    stop: StopRequest,
-) -> Worker:
-    sender = TrajectorySender(
-        store,
-        config.run_id,
-        worker_id,
-        max_backlog=config.train.max_backlog_groups,
-        position_of_reader=trainer.position,
-    )
+class _Report:
+    """Called by the worker loop every round and while it waits."""
 
-    waited = 0.0
+    def __init__(self, engine: TransformersEngine, reporter: ReplicaReporter) -> None:
+        self._engine = engine
+        self._reporter = reporter
+        self._waited = 0.0
 
-    def report(counters: WorkerCounters) -> None:
-        nonlocal waited
-        engine.check()
-        reporter.check()
-        state = engine.status().state
-        idle = counters.waiting_seconds > waited
-        reporter.state("waiting" if idle and state == "serving" else state)
-        reporter.sampled(tokens=counters.tokens, trajectories=counters.trajectories)
-        waited = counters.waiting_seconds
-
-    return Worker(
-        engine,
-        make_environment(config.task),
-        codec,
-        sender,
-        group_size=config.train.group_size,
-        task=config.task,
-        sampling=config.sampling,
-        engine_name=ENGINE_NAME,
-        report=report,
-        stop=lambda: stop.requested or trainer.done,
-    )
+    def __call__(self, counters: WorkerCounters) -> None:
+        self._engine.check()
+        self._reporter.check()
+        state = self._engine.status().state
+        idle = counters.waiting_seconds > self._waited
+        self._waited = counters.waiting_seconds
+        self._reporter.state("waiting" if idle and state == "serving" else state)
+        self._reporter.sampled(tokens=counters.tokens, trajectories=counters.trajectories)
 
 
 def _report_commit(reporter: ReplicaReporter, commit: Commit) -> None:
@@ -114,4 +125,4 @@ def _report_commit(reporter: ReplicaReporter, commit: Commit) -> None:
         bytes_fetched=commit.bytes_fetched,
         bytes_full=commit.bytes_full,
     )
-    print(f"{time.strftime('%H:%M:%S')} serving {commit.ref}", flush=True)
+    say(f"serving {commit.ref}")

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
+from transformers.utils.logging import disable_progress_bar
 
 from farcast.config import RunConfig, encode_config
 from farcast.engines.modules import load_module
@@ -27,6 +28,7 @@ from farcast.fleet.heartbeat import Heartbeat
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.records import StepRecord
 from farcast.fleet.registry import Registry
+from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.lineage import RunRecord
 from farcast.publish import Publisher
@@ -50,6 +52,7 @@ def run_trainer(
     """Train until the configured step, or until `stop` is requested; checkpointed on return."""
     store = open_store(config.store)
     archive = _open_run(store, config, resume=resume)
+    disable_progress_bar()
     say(f"preparing the model {config.model}")
     model = prepare_model(config.model, cache or default_cache(), say)
     if run_in(store) is None:
@@ -74,11 +77,6 @@ def run_trainer(
         done = trainer.step >= config.train.steps
         heartbeat.update(state="done" if done else "stopped")
         say(f"{'done' if done else 'stopped'} after step {trainer.step}")
-
-
-def say(text: str) -> None:
-    """One line for whoever follows the log."""
-    print(text, flush=True)
 
 
 def _open_run(store: Store, config: RunConfig, *, resume: bool) -> Archive:
@@ -235,7 +233,7 @@ class _Recorder:
         line["consumed"] = len(record.consumed)
         line["dropped"] = {reason: len(ids) for reason, ids in record.dropped.items()}
         line |= {"kl": report.kl, "clipped": report.clipped, "time": time.time()}
-        line["publish"] = asdict(replace(report.published))
+        line["publish"] = asdict(report.published)
         with self._metrics.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 

@@ -6,7 +6,7 @@ from types import TracebackType
 from farcast.errors import FarcastError, StoreUnavailableError
 from farcast.fleet.registry import Registry
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.3
 """A worker with a full backlog waits this long at most for news that there is room again."""
 
 
@@ -21,6 +21,7 @@ class TrainerWatch:
         self._worker_id = worker_id
         self._position: int | None = None
         self._done = False
+        self._step = 0
         self._error: FarcastError | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farcast-watch", daemon=True)
@@ -46,6 +47,11 @@ class TrainerWatch:
             raise self._error
         return self._done
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the trainer has taken, as last heard."""
+        return self._step
+
     def position(self) -> int | None:
         """The next sequence number of this worker that the trainer will read, as last heard."""
         return self._position
@@ -66,3 +72,4 @@ class TrainerWatch:
         if trainer is not None:
             self._position = trainer.positions.get(self._worker_id, 0)
             self._done = trainer.state == "done"
+            self._step = trainer.step

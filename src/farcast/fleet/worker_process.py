@@ -16,13 +16,15 @@ from farcast.errors import ConfigError
 from farcast.fleet.finding import run_in
 from farcast.fleet.registry import Registry
 from farcast.fleet.replica_process import connect
-from farcast.fleet.reporting import ReplicaReporter
+from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
+from farcast.fleet.watching import TrainerWatch
 from farcast.lineage import RunRecord
 from farcast.store import CountingStore
 from farcast.types import NAME_PATTERN
 
 WAIT_SECONDS = 1.0
+HOLD_SECONDS = 0.25
 
 
 def run_worker(
@@ -30,10 +32,15 @@ def run_worker(
     worker_id: str,
     *,
     link: LinkConfig | None,
-    cache: Path | None,
+    folder: Path | None,
+    from_step: int,
     stop: StopRequest,
 ) -> None:
-    """Sample for the run in `store_url` until its trainer is done or `stop` is requested."""
+    """Sample for the run in `store_url` until its trainer is done or `stop` is requested.
+
+    `folder` keeps the model's small files (None: a temporary one). With `from_step` everything
+    is made ready, and the replica joins once the trainer has taken that many steps.
+    """
     if NAME_PATTERN.fullmatch(worker_id) is None:
         raise ConfigError(
             f"{worker_id[:60]!r} is no worker's name; use 1 to 128 letters, digits, '.', '_' "
@@ -45,16 +52,26 @@ def run_worker(
         return
     config = decode_config(record.settings.encode(), RunConfig)
 
-    def fetched() -> int:
-        return store.traffic.bytes_down
+    with _assets(folder) as assets:
+        from farcast.fleet.sampling import Sampler
 
-    with (
-        ReplicaReporter(Registry(store), worker_id, bytes_fetched=fetched) as reporter,
-        _folder(cache) as folder,
-    ):
-        from farcast.fleet.sampling import sample
+        sampler = Sampler(store, record, config, worker_id, folder=assets)
+        if _wait_for_step(store, worker_id, from_step, stop):
+            sampler.run(stop)
 
-        sample(store, record, config, worker_id, folder=folder, reporter=reporter, stop=stop)
+
+def _wait_for_step(store: CountingStore, name: str, step: int, stop: StopRequest) -> bool:
+    """Whether it is time to join; False when the run ended or `stop` was requested before."""
+    if not step:
+        return not stop.requested
+    say(f"ready, waiting for step {step}")
+    with TrainerWatch(Registry(store), name) as trainer:
+        while not stop.wait(HOLD_SECONDS):
+            if trainer.done:
+                return False
+            if trainer.step >= step:
+                return True
+    return False
 
 
 def _wait_for_run(store: CountingStore, stop: StopRequest) -> RunRecord | None:
@@ -65,16 +82,16 @@ def _wait_for_run(store: CountingStore, stop: StopRequest) -> RunRecord | None:
         if record is not None:
             return record
         if not told:
-            print(f"waiting for a run in {store.url}", flush=True)
+            say(f"waiting for a run in {store.url}")
             told = True
         stop.wait(WAIT_SECONDS)
     return None
 
 
 @contextlib.contextmanager
-def _folder(cache: Path | None) -> Iterator[Path]:
-    if cache is not None:
-        yield cache
+def _assets(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        yield folder
         return
     with tempfile.TemporaryDirectory(prefix="farcast-") as path:
         yield Path(path)
