@@ -70,6 +70,13 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def wait_for_lines(logs: list[Path], lines: int) -> None:
+    deadline = time.monotonic() + 30
+    while any(not log.exists() or log.read_text().count("\n") < lines for log in logs):
+        assert time.monotonic() < deadline, "the workers never began"
+        time.sleep(0.05)
+
+
 def test_killed_workers_and_a_killed_trainer_lose_and_double_nothing(tmp_path: Path) -> None:
     url, checkpoint, rng = (
         (tmp_path / "store").as_uri(),
@@ -86,7 +93,7 @@ def test_killed_workers_and_a_killed_trainer_lose_and_double_nothing(tmp_path: P
     workers = {name: worker(name) for name in ("w0", "w1")}
     trainer = launch(TRAINER, url, checkpoint)
     try:
-        time.sleep(1.0)
+        wait_for_lines([tmp_path / "w0.log", tmp_path / "w1.log"], 20)
         for _ in range(6):
             time.sleep(rng.uniform(0.3, 0.9))
             victim = rng.choice(["w0", "w1", "trainer"])
@@ -100,7 +107,11 @@ def test_killed_workers_and_a_killed_trainer_lose_and_double_nothing(tmp_path: P
     finally:
         for process in (trainer, *workers.values()):
             kill(process)
-    launch(TRAINER, url, checkpoint, UNTIL_EMPTY="1").wait(timeout=60)
+    last = launch(TRAINER, url, checkpoint, UNTIL_EMPTY="1")
+    try:
+        assert last.wait(timeout=60) == 0
+    finally:
+        kill(last)
 
     used = json.loads(Path(checkpoint).read_text())["used"]
     logs = [log.read_text().split("\n")[:-1] for log in tmp_path.glob("w*.log")]
