@@ -1,7 +1,8 @@
 """The invariant: what `rebuild(v)` gives is bit for bit what was published as v, or a typed error.
 
 A model-based machine: two trainers publish into one store, call by call a request fails, loses
-its reply or is the last of its process; objects rot and are restored; trainers restart.
+its reply or is the last of its process; objects rot and are restored; old versions are removed;
+trainers restart.
 Every attempt uses a step number of its own, so a manifest's step says which tensors it must hold.
 """
 
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from farcast.errors import FarcastError, StoreUnavailableError, VersionConflictError
-from farcast.lineage import version_key
+from farcast.lineage import parse_version_key, version_key
 from farcast.publish import Publisher
 from farcast.store import MemoryStore
 from farcast.store.archive import Archive
@@ -68,7 +69,7 @@ class Versions(RuleBasedStateMachine):
     @rule(slot=SLOTS, edits=EDITS, background=st.booleans())
     def publish(self, slot: int, edits: Any, background: bool) -> None:
         trainer, step = self.trainers[slot], self._attempt(slot, edits)
-        before = len(keys(self.store, "versions/"))
+        before = max(self._versions(), default=-1)
         try:
             ref = self._publish(trainer, step, background)
         except VersionConflictError:
@@ -78,7 +79,7 @@ class Versions(RuleBasedStateMachine):
             assert self.rotten  # what it must read back is damaged
             return
         assert not trainer.fenced
-        assert ref.version >= before
+        assert ref.version == before + 1
         assert Archive(self.store, RUN).manifest(ref.version).step == step
 
     @rule(slot=SLOTS, edits=EDITS, trouble=TROUBLES, background=st.booleans())
@@ -142,9 +143,9 @@ class Versions(RuleBasedStateMachine):
     @invariant()
     def every_version_is_what_was_published(self) -> None:
         archive = Archive(self.store, RUN, workers=1)
-        found = keys(self.store, "versions/")
-        assert found == [version_key(version) for version in range(len(found))]
-        for version in range(len(found)):
+        found = self._versions()
+        assert found == list(range(min(found, default=0), max(found, default=-1) + 1))
+        for version in found:
             manifest = archive.manifest(version)
             try:
                 bits = plain(archive.rebuild(version))
@@ -153,13 +154,24 @@ class Versions(RuleBasedStateMachine):
                 continue
             assert bits == self.attempts[manifest.step]
 
+    @rule(slot=SLOTS, keep=st.integers(1, 3))
+    def collect(self, slot: int, keep: int) -> None:
+        """Only the publisher of the newest version may; what is kept stays usable."""
+        try:
+            removed = self.trainers[slot].publisher.collect_garbage(keep=keep, grace=0.0)
+        except VersionConflictError:
+            return
+        for version in removed.versions:
+            del self.committed[version_key(version)]
+        self.rotten = {key: data for key, data in self.rotten.items() if key in keys(self.store)}
+
     @rule(data=st.data())
     def catch_up(self, data: st.DataObject) -> None:
         """From any version to any other, by whichever path is cheapest: the same bits."""
-        found = len(keys(self.store, "versions/"))
-        if found < 2:
+        found = self._versions()
+        if len(found) < 2:
             return
-        have, want = (data.draw(st.integers(0, found - 1)) for _ in range(2))
+        have, want = (data.draw(st.sampled_from(found)) for _ in range(2))
         archive = Archive(self.store, RUN, workers=1)
         try:
             base = archive.manifest(have).ref, archive.rebuild(have)
@@ -186,6 +198,10 @@ class Versions(RuleBasedStateMachine):
         step = len(self.attempts)
         self.attempts[step] = bits_of(copied(self.trainers[slot].weights))
         return step
+
+    def _versions(self) -> list[int]:
+        found = map(parse_version_key, keys(self.store, "versions/"))
+        return [version for version in found if version is not None]
 
     def _publish(self, trainer: Trainer, step: int, background: bool) -> Any:
         if not background:

@@ -23,6 +23,7 @@ from farcast.lineage.manifest import (
     version_key,
 )
 from farcast.lineage.planning import MAX_MANIFESTS_READ, Plan, PlanStep, plan
+from farcast.lineage.retention import first_kept
 from farcast.lineage.schedule import (
     MAX_ANCHOR_DISTANCE,
     MAX_SQUASHED,
@@ -55,6 +56,7 @@ __all__ = [
     "decode_run_record",
     "encode_manifest",
     "encode_run_record",
+    "first_kept",
     "is_anchor_due",
     "object_key",
     "parse_version_key",

@@ -87,6 +87,12 @@ class Manifest(_Wire, frozen=True, kw_only=True):
     def ref(self) -> VersionRef:
         return VersionRef(self.run_id, self.version, self.root)
 
+    @property
+    def objects(self) -> tuple[ObjectRef, ...]:
+        """Every object this manifest names, each once: the anchor's, then the deltas'."""
+        lists = [self.anchor or (), *(delta.objects for delta in self.deltas)]
+        return tuple({ref.digest: ref for objects in lists for ref in objects}.values())
+
 
 class RunRecord(_Wire, frozen=True, kw_only=True):
     """What a store holds, written once when the run starts.

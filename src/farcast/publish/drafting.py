@@ -59,9 +59,8 @@ class Draft:
     def bytes_sent(self) -> int:
         if self.repeated:
             return 0
-        lists = [self.manifest.anchor or (), *(delta.objects for delta in self.manifest.deltas)]
-        objects = {ref.digest: ref.size for objects in lists for ref in objects}
-        return sum(objects.values()) + len(encode_manifest(self.manifest))
+        objects = sum(ref.size for ref in self.manifest.objects)
+        return objects + len(encode_manifest(self.manifest))
 
 
 def draft_version(

@@ -10,6 +10,7 @@ Lives only in the process: after a restart squashed deltas come back as soon as 
 were published again, and until then paths go through what is there. Refuses to touch the store.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -104,6 +105,7 @@ def squash_parts(
     gone = [name for name in back.chain if name not in target]
     reached: dict[str, TensorEntry] = {}
     for names in split(target, part_bytes=part_bytes):
+        started = time.perf_counter()
         before: dict[str, TensorBits] = {}
         for name in (*names, *gone):
             made = (
@@ -114,6 +116,7 @@ def squash_parts(
             if made is not None:
                 before[name], reached[name] = made
         gone = []
+        reverse.seconds += time.perf_counter() - started
         after = {name: target[name] for name in names}
         known = {name: reached[name] for name in before}
         squashed = Tally()

@@ -20,7 +20,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -46,6 +46,7 @@ from farcast.publish.reports import PublishReport, PublishTotals
 from farcast.publish.snapshot import Bits, Snapshots, copied, on_device, views
 from farcast.store.archive import Archive
 from farcast.store.base import Store
+from farcast.store.collecting import GRACE, Garbage, collect_garbage
 from farcast.store.rebuilding import Weights
 from farcast.types import NAME_PATTERN, VersionRef
 
@@ -164,6 +165,21 @@ class Publisher:
         """
         step = self._archive.manifest(version).step
         return self.publish(self._archive.rebuild(version), step, allow_poison=True)
+
+    def collect_garbage(
+        self, *, keep: int, pinned: Collection[int] = (), grace: float = GRACE
+    ) -> Garbage:
+        """Remove versions that neither the newest `keep` nor the `pinned` ones need, between two
+        versions: what replicas hold belongs into `pinned`. Returns what was removed."""
+        with self._turn:
+            self._check_fence()
+            newest = self._archive.newest()
+            if newest is not None and (self._base is None or newest != self._base.newest):
+                raise VersionConflictError(
+                    f"Version {newest.version} is not the one this publisher published last; "
+                    "leave the store to the trainer that did."
+                )
+            return collect_garbage(self._archive, keep=keep, pinned=pinned, grace=grace)
 
     def close(self) -> None:
         """Wait for the version on its way, and publish no more. Its error stays with its job."""
