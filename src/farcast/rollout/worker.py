@@ -10,6 +10,7 @@ sample itself. An engine whose weights are uncertain ends the loop with the engi
 """
 
 import contextlib
+import math
 import secrets
 import time
 from collections import deque
@@ -149,7 +150,7 @@ class Worker:
         try:
             if self._first_sequence is None:
                 self._first_sequence = self._sender.next_sequence
-            return not self._sender.is_full()
+            return not self._sender.is_full(coming_batches=len(self._in_flight))
         except FarcastError as error:
             if not error.retry:
                 raise
@@ -233,6 +234,8 @@ class Worker:
         try:
             score = self._environment.score(task, self._codec.decode(completion.token_ids))
         except ScoringError:
+            return "aborted", Score(reward=0.0)
+        if not all(map(math.isfinite, (score.reward, *score.parts.values()))):
             return "aborted", Score(reward=0.0)
         return completion.finish_reason, score
 

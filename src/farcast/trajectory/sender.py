@@ -175,11 +175,12 @@ class TrajectorySender:
                 self._unread.popleft()
             return Backlog(len(self._unread), sum(size for _, size in self._unread))
 
-    def is_full(self, coming_bytes: int = 0) -> bool:
-        """Whether the bound leaves no room for one more batch. An object larger than the whole
-        bound may go when nothing else is unread, or it could never go."""
+    def is_full(self, coming_bytes: int = 0, *, coming_batches: int = 0) -> bool:
+        """Whether the bound leaves no room for one more batch of `coming_bytes`, after
+        `coming_batches` that are on their way. An object larger than the whole bound may go when
+        nothing else is unread, or it could never go."""
         batches, size = self.backlog()
-        if self._max_backlog is not None and batches >= self._max_backlog:
+        if self._max_backlog is not None and batches + coming_batches >= self._max_backlog:
             return True
         if self._max_backlog_bytes is None or not batches:
             return False
