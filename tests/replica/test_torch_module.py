@@ -10,7 +10,7 @@ from replica_world import Box, World, blank, held, weights
 from torch import nn
 
 from farcast.delta import to_bits
-from farcast.errors import TargetChangedError, TensorMismatchError
+from farcast.errors import IntegrityError, TargetChangedError, TensorMismatchError
 from farcast.replica import TorchModule, torch_module
 from version_world import bits_of
 
@@ -52,10 +52,23 @@ def test_case_011_a_version_that_names_both_aliases_must_agree_on_them() -> None
     subscriber = world.subscriber(TorchModule(model, allow_missing=["head_rows"]))
     first = subscriber.sync()
     world.publish({"embed.weight": both + 1, "lm_head.weight": both + 2})
-    with pytest.raises(Exception, match="read back as other bits"):
+    with pytest.raises(TensorMismatchError, match="are one tensor here, but differ"):
         subscriber.sync()
     assert subscriber.ref == first
     assert torch.equal(model.embed.weight, both)
+
+
+def test_case_011_a_view_that_a_version_contradicts_is_undone() -> None:
+    world, model = World(), Tied()
+    values = bf16(np.ones((10, 4)))
+    world.publish({"embed.weight": values, "head_rows": values[2:5]})
+    subscriber = world.subscriber(TorchModule(model))
+    first = subscriber.sync()
+    world.publish({"embed.weight": values + 1, "head_rows": values[2:5]})
+    with pytest.raises(IntegrityError, match="read back as other bits"):
+        subscriber.sync()
+    assert subscriber.ref == first
+    assert torch.equal(model.embed.weight, values)
 
 
 def test_case_013_unknown_names_are_refused_unless_allowed() -> None:

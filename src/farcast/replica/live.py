@@ -103,6 +103,10 @@ class LiveTarget(Target):
         """Tensors whose memory holds all of the memory of `name`, itself left out."""
         return ()
 
+    def _tied(self, name: str) -> Collection[str]:  # noqa: ARG002
+        """Other names of the very same tensor."""
+        return ()
+
     def _sharing(self, names: Collection[str]) -> Collection[str]:
         """`names` and every other tensor that shares memory with one of them."""
         return names
@@ -126,6 +130,13 @@ class LiveTarget(Target):
             | {name for name in places if not goal.entries.keys().isdisjoint(self._inside(name))},
             allow_unexpected=self._allow_unexpected,
         )
+        for name in places.keys() & goal.entries.keys():
+            for other in self._tied(name):
+                if goal.entries.get(other, goal.entries[name]) != goal.entries[name]:
+                    raise TensorMismatchError(
+                        f"{name[:80]!r} and {other[:80]!r} are one tensor here, but differ in "
+                        f"{goal.ref}; untie them in the model. Nothing was written."
+                    )
         return _LiveDraft(goal, self)
 
 

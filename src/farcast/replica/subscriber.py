@@ -151,7 +151,7 @@ class Subscriber:
     def stage(self, to: VersionRef | int | None = None) -> Staged | None:
         """Fetch, decode and verify beside what is served; None when there is nothing newer."""
         gone: set[int] = set()
-        for restart in range(RESTARTS):
+        for _ in range(RESTARTS):
             if to is None and self._archive.newest() is None:
                 self._check_run()
                 return None
@@ -161,11 +161,12 @@ class Subscriber:
             try:
                 return self._stage(plan)
             except _VanishedError as error:
-                if restart == RESTARTS - 1:
-                    raise error.cause from None
                 gone.add(error.version)
                 self._archive.newest(relist=True)
-        raise UnknownVersionError(f"No plan to {to} could be followed; sync again.")
+        raise UnknownVersionError(
+            f"Objects of {len(gone)} versions of {self._archive.run_id!r} were removed while they "
+            "were fetched; keep versions for longer, or sync again."
+        )
 
     def commit(self, staged: Staged) -> VersionRef:
         """Switch the target to what was staged; see `Target.commit` for what an error leaves."""
@@ -283,7 +284,7 @@ class Subscriber:
                 try:
                     data = next(stream)
                 except ObjectNotFoundError as error:
-                    raise _VanishedError(step.version, error) from error
+                    raise _VanishedError(step.version) from error
                 patches.append(Patch.open(data))
                 done += len(data)
                 self._report("fetch", done, plan.bytes)
@@ -339,10 +340,9 @@ class Subscriber:
 class _VanishedError(Exception):
     """An object of `version` is gone from the store."""
 
-    def __init__(self, version: int, cause: ObjectNotFoundError) -> None:
-        super().__init__(str(cause))
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
         self.version = version
-        self.cause = cause
 
 
 class _Without(Mapping[int, Manifest]):

@@ -40,6 +40,10 @@ class _Slot(NamedTuple):
     def overlaps(self, other: "_Slot") -> bool:
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
+    def is_same(self, other: "_Slot") -> bool:
+        strides = self.tensor.stride() == other.tensor.stride()
+        return strides and self.place == other.place and self[2:] == other[2:]
+
     def inside(self, other: "_Slot") -> bool:
         return self.storage == other.storage and other.start <= self.start and self.end <= other.end
 
@@ -122,6 +126,14 @@ class TorchModule(LiveTarget):
             other
             for other in self._groups[slot.storage]
             if other != name and slot.start < slot.end and slot.inside(self._slots[other])
+        ]
+
+    def _tied(self, name: str) -> Collection[str]:
+        slot = self._slots[name]
+        return [
+            other
+            for other in self._groups[slot.storage]
+            if other != name and slot.is_same(self._slots[other])
         ]
 
     def _sharing(self, names: Collection[str]) -> Collection[str]:
