@@ -288,6 +288,9 @@ def test_reports_add_up() -> None:
     assert publisher.totals.versions == 4
     assert publisher.totals.bytes_sent == store.traffic.bytes_up
     assert publisher.totals.waited_seconds >= publisher.totals.encode_seconds
+    publisher.publish(tensors(3), step=3)  # there already
+    assert publisher.totals.versions == 4
+    assert publisher.totals.bytes_full == 4 * report.bytes_full
 
 
 def test_a_store_of_another_run_is_refused() -> None:
@@ -330,8 +333,9 @@ def test_calls_are_checked() -> None:
     with pytest.raises(TensorMismatchError, match="twice"):
         publisher.publish([("a", np.zeros(3)), ("a", np.ones(3))], step=0)
     publisher.close()
-    with pytest.raises(ConfigError, match="closed"):
-        publisher.publish(tensors(), step=0)
+    for publish in (publisher.publish, publisher.publish_async):
+        with pytest.raises(ConfigError, match="closed"):
+            publish(tensors(), step=0)
     assert keys(store) == []
 
 

@@ -132,6 +132,7 @@ class Publisher:
         """
         started = time.perf_counter()
         with self._turn:
+            self._check_call(step)
             if isinstance(tensors, Mapping) and not any(map(on_device, tensors.values())):
                 target, owned = views(tensors), False
             else:
@@ -150,6 +151,7 @@ class Publisher:
         started = time.perf_counter()
         self._turn.acquire()
         try:
+            self._check_call(step)
             target = self._snapshots.take(tensors)
             waited = time.perf_counter() - started
             future = self._pool.submit(self._finish, target, step, waited, allow_poison)
@@ -215,7 +217,10 @@ class Publisher:
     def _publish(
         self, target: Bits, step: int, *, owned: bool, allow_poison: bool
     ) -> PublishReport:
-        self._check_call(target, step)
+        if not target:
+            raise ConfigError(
+                "There is no tensor to publish; a generator that was used up looks like this."
+            )
         if self._base is None:
             self._base = self._reloaded(None)
         if not allow_poison and self._base.weights is not None:
@@ -306,14 +311,10 @@ class Publisher:
 
     # --- small parts -------------------------------------------------------------------------
 
-    def _check_call(self, target: Bits, step: int) -> None:
+    def _check_call(self, step: int) -> None:
         self._check_fence()
         if self._closed:
             raise ConfigError("This publisher was closed; make a new one.")
-        if not target:
-            raise ConfigError(
-                "There is no tensor to publish; a generator that was used up looks like this."
-            )
         if step < 0:
             raise ConfigError(f"step is {step}; it counts optimizer steps from 0.")
 

@@ -1,6 +1,7 @@
 """What publishing a version took, for the trainer's records. Only numbers."""
 
 import msgspec
+from msgspec.structs import replace
 
 from farcast.types import VersionRef
 
@@ -39,10 +40,12 @@ class PublishTotals(msgspec.Struct, frozen=True, kw_only=True):
     waited_seconds: float = 0.0
 
     def plus(self, report: PublishReport) -> "PublishTotals":
-        """These totals and one more report."""
+        """These totals and one more report; of a version that was there, only the wait."""
+        if not report.written:
+            return replace(self, waited_seconds=self.waited_seconds + report.waited_seconds)
         sums = {
             name: getattr(self, name) + getattr(report, name)
             for name in self.__struct_fields__
             if name != "versions"
         }
-        return PublishTotals(versions=self.versions + report.written, **sums)
+        return PublishTotals(versions=self.versions + 1, **sums)
