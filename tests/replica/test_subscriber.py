@@ -129,6 +129,28 @@ def test_a_steady_follower_asks_for_no_list() -> None:
     assert world.store.counts().get("list", 0) == before
 
 
+def test_a_poll_without_news_is_one_request() -> None:
+    world = World()
+    world.publish()
+    subscriber = world.subscriber(MemoryTarget())
+    subscriber.sync()
+    before = len(world.store.calls)
+    assert subscriber.stage() is None
+    assert [call.key for call in world.store.calls[before:]] == [version_key(1)]
+
+
+def test_an_empty_target_is_not_looked_up() -> None:
+    world = World()
+    for _ in range(3):
+        world.publish()
+    world.store.clear()
+    before = len(world.store.calls)
+    world.subscriber(MemoryTarget(), workers=1).sync()
+    asked = [call.key for call in world.store.calls[before:]]
+    assert len(asked) == len(set(asked))
+    assert asked.count(version_key(0)) == 1
+
+
 def prune(world: World, *, keep_from: int) -> None:
     """Remove all versions before the anchor that `keep_from` needs, as a collector does."""
     archive = world.subscriber(MemoryTarget()).archive

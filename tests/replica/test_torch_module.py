@@ -258,6 +258,42 @@ def test_a_commit_may_come_from_another_thread() -> None:
     assert subscriber.ref == world.refs[0]
 
 
+def test_other_threads_see_each_element_old_or_new_and_nothing_else() -> None:
+    world = World()
+    module = Box({"x": np.zeros(100_000, np.float64)})
+    subscriber = world.subscriber(TorchModule(module))
+    odd: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        live = module.x.numpy()
+        while not done.is_set():
+            seen = np.unique(live)
+            odd.extend(set(seen.tolist()) - {0.0, 1.1, 2.2, 3.3})
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        for value, few in ((1.1, 1), (2.2, 9), (3.3, 1)):
+            wanted = module.x.numpy().copy()
+            wanted[::few] = value
+            world.publish({"x": wanted})
+            subscriber.sync()
+    finally:
+        done.set()
+        thread.join()
+    assert not odd
+
+
+def test_a_module_made_in_inference_mode_is_written_too() -> None:
+    world = World()
+    with torch.inference_mode():
+        module = Box(blank())
+    world.publish()
+    world.subscriber(TorchModule(module)).sync()
+    assert bits_of(dict(module.named_parameters())) == bits_of(weights(0))
+
+
 def test_case_045_a_replaced_parameter_is_noticed_before_writing() -> None:
     world = World()
     module = Box(blank())

@@ -18,7 +18,7 @@ import abc
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -172,12 +172,15 @@ class Target(abc.ABC):
     def holdings(self) -> Iterable[Mapping[str, TensorEntry]]:
         """What the target may hold by its own bits: candidates for `recognise`, hashed now."""
 
-    def recognise(self, roots: Mapping[str, VersionRef]) -> VersionRef | None:
-        """Find out by hashing whether the target already holds one of the versions in `roots`."""
+    def recognise(self, roots: Callable[[], Mapping[str, VersionRef]]) -> VersionRef | None:
+        """Find out by hashing whether the target already holds a version; `roots` gives those it
+        may be, by root, and is only called if the target holds anything."""
         with self._lock:
             self._require_certain()
+            known: Mapping[str, VersionRef] | None = None
             for entries in self.holdings():
-                ref = roots.get(root_of(entries))
+                known = roots() if known is None else known
+                ref = known.get(root_of(entries))
                 if ref is not None:
                     self._settle_on(ref, entries)
                     return ref

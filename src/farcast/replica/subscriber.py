@@ -19,7 +19,7 @@ Example: the replica holds 7. Version 9 is newest. `plan()` shows 7 -> 8 -> 9 as
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -146,17 +146,17 @@ class Subscriber:
     def plan(self, to: VersionRef | int | None = None) -> Plan:
         """The cheapest way to `to`, or to the newest version; without steps if there is nothing
         to do. Raises `UnknownVersionError` while the run has no version."""
-        return self._plan(to, frozenset())
+        plan = self._plan(to, frozenset())
+        if plan is None:
+            raise self._no_version()
+        return plan
 
     def stage(self, to: VersionRef | int | None = None) -> Staged | None:
         """Fetch, decode and verify beside what is served; None when there is nothing newer."""
         gone: set[int] = set()
         for _ in range(RESTARTS):
-            if to is None and self._archive.newest() is None:
-                self._check_run()
-                return None
             plan = self._plan(to, gone)
-            if not plan.steps:
+            if plan is None or not plan.steps:
                 return None
             try:
                 return self._stage(plan)
@@ -187,17 +187,18 @@ class Subscriber:
                 staged.discard()
         ref = self._target.ref
         if ref is None:
-            raise UnknownVersionError(
-                f"The run {self._archive.run_id!r} has no version yet; wait for its trainer."
-            )
+            raise self._no_version()
         return ref
 
     # --- deciding ----------------------------------------------------------------------------
 
-    def _plan(self, to: VersionRef | int | None, gone: frozenset[int] | set[int]) -> Plan:
+    def _plan(self, to: VersionRef | int | None, gone: Collection[int]) -> Plan | None:
+        """None while the run has no version."""
         self._check_run()
-        want = self._wanted(to)
-        have = self._target.ref or self._recognised(want)
+        want = self._newest() if to is None else self._named(to)
+        if want is None:
+            return None
+        have = self._target.ref or self._target.recognise(lambda: self._roots(want))
         stale = to is None and have is not None and want.version < have.version
         if have is not None and (stale or want.ref == have):
             entries = self._target.entries.values()
@@ -215,9 +216,7 @@ class Subscriber:
                 "use another target, or remove its .farcast folder if it may be overwritten."
             )
 
-    def _wanted(self, to: VersionRef | int | None) -> Manifest:
-        if to is None:
-            return self._newest()
+    def _named(self, to: VersionRef | int) -> Manifest:
         if isinstance(to, int):
             return self._archive.manifest(to)
         manifest = self._archive.manifest(to.version)
@@ -227,20 +226,21 @@ class Subscriber:
             )
         return manifest
 
-    def _newest(self) -> Manifest:
+    def _newest(self) -> Manifest | None:
         before = self._target.ref
         newest = self._archive.newest(relist=self._quiet_polls >= RELIST_EVERY)
-        if newest is None:
-            raise UnknownVersionError(
-                f"The run {self._archive.run_id!r} has no version yet; wait for its trainer."
-            )
-        quiet = before is not None and newest.version <= before.version
+        quiet = before is not None and newest is not None and newest.version <= before.version
         self._quiet_polls = (self._quiet_polls + 1) % (RELIST_EVERY + 1) if quiet else 0
         return newest
 
-    def _recognised(self, want: Manifest) -> VersionRef | None:
-        """The version whose weights the target happens to hold, among those a plan from nothing
-        would read about anyway, and the first."""
+    def _no_version(self) -> UnknownVersionError:
+        return UnknownVersionError(
+            f"The run {self._archive.run_id!r} has no version yet; wait for its trainer."
+        )
+
+    def _roots(self, want: Manifest) -> Mapping[str, VersionRef]:
+        """The versions that a target may already hold: those a plan from nothing would read about
+        anyway, and the first."""
         try:
             known = self._archive.manifests_for(None, want.ref)
         except UnknownVersionError:  # the anchor is gone; a base at hand may still do
@@ -248,8 +248,7 @@ class Subscriber:
         if 0 not in known:
             with contextlib.suppress(UnknownVersionError):
                 known[0] = self._archive.manifest(0)
-        roots = {manifest.root: manifest.ref for _, manifest in sorted(known.items())}
-        return self._target.recognise(roots)
+        return {manifest.root: manifest.ref for _, manifest in sorted(known.items())}
 
     # --- staging -----------------------------------------------------------------------------
 
@@ -348,7 +347,7 @@ class _VanishedError(Exception):
 class _Without(Mapping[int, Manifest]):
     """The manifests of an archive, as if those of `gone` were not there."""
 
-    def __init__(self, archive: Archive, gone: frozenset[int] | set[int]) -> None:
+    def __init__(self, archive: Archive, gone: Collection[int]) -> None:
         self._archive = archive
         self._gone = gone
 
