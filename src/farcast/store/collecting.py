@@ -1,7 +1,8 @@
 """Removing what no reader needs any more: first a plan that prints, then the deletions.
 
  1. Manifests go before objects, oldest first: at every moment each manifest that is there names
-    only objects that are there, and a stop in between leaves orphans for the next time.
+    only objects that are there, and whoever holds a version can go on from it. A stop in between
+    leaves orphans, and doomed versions without their anchor, for the next time.
  2. An object that no kept manifest and no run record names is an orphan. It goes only when it is
     older than `grace`, since a version's objects are put before its manifest. Age is measured by
     the store's own stamps against the youngest of them, so no clock has to agree with another.
