@@ -79,7 +79,8 @@ def test_nothing_is_ever_unpickled() -> None:
                     path
                 )
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-                assert isinstance(node.value, ast.Constant) and node.value.value is False, path
+                assert isinstance(node.value, ast.Constant), path
+                assert node.value.value is False, path
 
 
 def test_functions_fit_a_screen() -> None:

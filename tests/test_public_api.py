@@ -7,6 +7,8 @@ import pytest
 
 import farcast
 
+HEAVY = {"torch", "numba", "transformers", "matplotlib", "reasoning_gym"}
+
 STABLE = [
     "CheckpointDirectory",
     "FarcastError",
@@ -48,7 +50,7 @@ def test_light_imports_load_neither_torch_nor_numba(code: str) -> None:
     script = (
         "import sys\n"
         f"try:\n    exec({code!r})\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
-        "heavy = {'torch', 'numba', 'transformers', 'matplotlib', 'reasoning_gym'} & set(sys.modules)\n"
+        f"heavy = {HEAVY!r} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run(
