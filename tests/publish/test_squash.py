@@ -8,7 +8,7 @@ import pytest
 from farcast.errors import ConfigError, StoreUnavailableError
 from farcast.lineage import squash_spans
 from farcast.publish import Publisher
-from farcast.store import MemoryStore
+from farcast.store import CountingStore, MemoryStore
 from farcast.store.archive import Archive
 from farcast.store.testing import Fail, FaultStore, LoseReply, Rule
 from version_world import RUN, Tensors, bits_of, copied, plain, rebuilt, tensors
@@ -72,6 +72,19 @@ def test_any_later_version_is_few_steps_away(squashed: tuple[MemoryStore, list[T
     assert longest <= 2 * 3 * 3  # levels of 1, 4, 16 and one step of 64: at most 3 each way
     chain = sum(archive.manifest(v).deltas[0].objects[0].size for v in range(1, 81))
     assert archive.plan(refs[0], refs[80]).bytes < chain
+
+
+def test_a_far_plan_reads_few_manifests(squashed: tuple[MemoryStore, list[Tensors]]) -> None:
+    store = CountingStore(squashed[0])
+    writer = Archive(squashed[0], RUN)
+    for have in (None, 0, 5, 17, 49):
+        reader = Archive(store, RUN, workers=1)
+        start = None if have is None else writer.manifest(have).ref
+        before = store.traffic.requests.get("get", 0)
+        found = reader.plan(start, writer.manifest(83).ref)
+        assert store.traffic.requests["get"] - before <= 20
+        assert len(found.steps) <= 19
+        assert reader.manifests_for(start, found.want).keys() >= {s.version for s in found.steps}
 
 
 @pytest.mark.parametrize("have", [None, 0, 1, 7, 15, 16, 30, 63, 79, 82])

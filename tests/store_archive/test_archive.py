@@ -228,6 +228,18 @@ def test_manifests_for_is_what_a_plan_needs() -> None:
     assert set(archive.manifests_for(refs[7], refs[8])) == {8}
 
 
+def test_a_far_plan_in_a_run_of_single_deltas() -> None:
+    store = MemoryStore()
+    filled(store, 60)
+    archive = Archive(store, RUN)
+    ref = archive.manifest(59).ref
+    assert len(archive.plan(None, ref).steps) == 60
+    assert len(archive.plan(archive.manifest(2).ref, ref).steps) == 57
+    store.delete(version_key(30))
+    with pytest.raises(UnknownVersionError, match="newer version"):
+        Archive(store, RUN).plan(None, ref)
+
+
 def test_a_commit_is_judged_by_what_is_there() -> None:
     store = FaultStore()
     writer = filled(store, 1)

@@ -73,6 +73,13 @@ PROBES = 8
 PREFETCHED = 256
 """Manifests read ahead at once for a plan that spans many versions."""
 
+EXACT_SPAN = 32
+"""Versions up to which a plan weighs every path. Over more it follows the longest deltas, and
+reads O(log n) manifests instead of n."""
+
+MAX_SHORT_STEPS = 16
+"""Single deltas in a row after which a run is taken to have no squashed ones."""
+
 MANIFESTS_KEPT = 8192
 
 
@@ -150,16 +157,13 @@ class Archive:
 
     def plan(self, have: VersionRef | None, want: VersionRef) -> Plan:
         """The cheapest path, reading the manifests that it needs."""
-        target = self.manifest(want.version)
-        self._prefetch(have, target)
-        return plan(have, want, _Lineage(self))
+        return plan(have, want, self._lineage(have, want))
 
     def manifests_for(self, have: VersionRef | None, want: VersionRef) -> dict[int, Manifest]:
         """The manifests that `plan(have, want, ...)` looks at, by version."""
-        self._prefetch(have, self.manifest(want.version))
-        lineage = _Lineage(self)
-        plan(have, want, lineage)
-        return lineage.seen
+        seen = _Seen(self._lineage(have, want))
+        plan(have, want, seen)
+        return seen.manifests
 
     def commit_manifest(self, manifest: Manifest) -> None:
         """Make a version visible; every object it names must be durable before.
@@ -323,41 +327,91 @@ class Archive:
         except UnknownVersionError:
             return None
 
-    def _prefetch(self, have: VersionRef | None, want: Manifest) -> None:
+    def _lineage(self, have: VersionRef | None, want: VersionRef) -> Mapping[int, Manifest]:
+        """The manifests to plan with: all that matter, or over a long way those along it."""
+        target = self.manifest(want.version)
+        nearest = target.anchor_version
+        if have is not None and have.version < target.version:
+            nearest = max(nearest, have.version + 1)
+        if target.version - nearest > EXACT_SPAN:
+            strides = self._strides(have, target)
+            if strides is not None:
+                return strides
+        self._prefetch(nearest, target.version)
+        return _Lineage(self)
+
+    def _strides(self, have: VersionRef | None, target: Manifest) -> dict[int, Manifest] | None:
+        """Manifests along the longest deltas down to the anchor, and to `have`; None if the
+        run has no long ones."""
+        found = {target.version: target}
+        goals = {target.anchor_version}
+        if have is not None and have.version < target.version:
+            goals.add(have.version)
+        for goal in goals:
+            node, short = target, 0
+            while node.version > goal:
+                base = min((d.base for d in node.deltas if d.base >= goal), default=None)
+                if base is None:
+                    return None
+                short = short + 1 if node.version - base == 1 else 0
+                if short > MAX_SHORT_STEPS:
+                    return None
+                if have is not None and base == have.version:
+                    break
+                try:
+                    node = found[base] = self.manifest(base)
+                except UnknownVersionError:
+                    return None
+        return found
+
+    def _prefetch(self, first: int, end: int) -> None:
         """Read side by side what a plan over many versions would read one after the other."""
-        first = want.anchor_version if have is None else max(want.anchor_version, have.version + 1)
         with self._lock:
             missing = [
                 version
-                for version in range(max(first, want.version - PREFETCHED), want.version)
+                for version in range(max(first, end - PREFETCHED), end)
                 if version not in self._manifests
             ]
         if len(missing) > 1:
-            lineage = _Lineage(self)
-            for _ in in_parallel(lineage.get, missing, workers=self._workers):
+            for _ in in_parallel(_Lineage(self).get, missing, workers=self._workers):
                 pass
 
 
 class _Lineage(Mapping[int, Manifest]):
-    """An archive as the mapping that `plan` reads from; `seen` is what it has read."""
+    """An archive as the mapping that `plan` reads from."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
-        self.seen: dict[int, Manifest] = {}
 
     def __getitem__(self, version: int) -> Manifest:
         try:
-            manifest = self._archive.manifest(version)
+            return self._archive.manifest(version)
         except UnknownVersionError:
             raise KeyError(version) from None
-        self.seen[version] = manifest
-        return manifest
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.seen)
+        return iter(())  # nobody may read all of it
 
     def __len__(self) -> int:
-        return len(self.seen)
+        return 0
+
+
+class _Seen(Mapping[int, Manifest]):
+    """`manifests` is what was asked of `lineage` and there."""
+
+    def __init__(self, lineage: Mapping[int, Manifest]) -> None:
+        self._lineage = lineage
+        self.manifests: dict[int, Manifest] = {}
+
+    def __getitem__(self, version: int) -> Manifest:
+        self.manifests[version] = self._lineage[version]
+        return self.manifests[version]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.manifests)
+
+    def __len__(self) -> int:
+        return len(self.manifests)
 
 
 class _Fetched:
