@@ -11,6 +11,7 @@ from farcast.publish import Publisher
 from farcast.store import CountingStore, MemoryStore
 from farcast.store.archive import Archive
 from farcast.store.testing import Fail, FaultStore, LoseReply, Rule
+from farcast.types import VersionRef
 from version_world import RUN, Tensors, bits_of, copied, plain, rebuilt, tensors
 
 
@@ -85,6 +86,15 @@ def test_a_far_plan_reads_few_manifests(squashed: tuple[MemoryStore, list[Tensor
         assert store.traffic.requests["get"] - before <= 20
         assert len(found.steps) <= 19
         assert reader.manifests_for(start, found.want).keys() >= {s.version for s in found.steps}
+
+
+@pytest.mark.parametrize("version", [0, 5, 16, 64, 80])
+def test_a_lost_fork_far_behind_starts_from_the_anchor(
+    squashed: tuple[MemoryStore, list[Tensors]], version: int
+) -> None:
+    archive = Archive(squashed[0], RUN)
+    found = archive.plan(VersionRef(RUN, version, "ee" * 32), archive.manifest(83).ref)
+    assert found.steps[0].kind == "anchor"
 
 
 @pytest.mark.parametrize("have", [None, 0, 1, 7, 15, 16, 30, 63, 79, 82])

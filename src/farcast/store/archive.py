@@ -356,8 +356,6 @@ class Archive:
                 short = short + 1 if node.version - base == 1 else 0
                 if short > MAX_SHORT_STEPS:
                     return None
-                if have is not None and base == have.version:
-                    break
                 try:
                     node = found[base] = self.manifest(base)
                 except UnknownVersionError:
