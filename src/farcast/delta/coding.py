@@ -79,15 +79,22 @@ def decode_sparse(
     return positions
 
 
-def encode_full(target: Bytes, width: int) -> bytes:
-    return _pack_planes(words_of(target, width))
+def encode_full(target: Bytes, width: int, *, signed: bool) -> bytes:
+    """`signed` words carry a sign above an exponent: turned left by one bit, their highest
+    plane is the exponent alone, and the sign joins the mantissa it resembles."""
+    words = words_of(target, width)
+    return _pack_planes(_turn(words, 1) if signed else words)
 
 
-def decode_full(blob: bytes | memoryview, size: int, width: int) -> Bytes:
+def decode_full(blob: bytes | memoryview, size: int, width: int, *, signed: bool) -> Bytes:
     words, rest = _unpack_planes(blob, size // width, width)
     if len(rest):
         raise FormatError("A full tensor has bytes after its last word; fetch it again.")
-    return words.view(np.uint8)
+    return (_turn(words, words.itemsize * 8 - 1) if signed else words).view(np.uint8)
+
+
+def _turn(words: Words, left: int) -> Words:
+    return cast(Words, (words << left) | (words >> (words.itemsize * 8 - left)))
 
 
 def _sum(gaps: Words) -> int:

@@ -3,7 +3,8 @@
     magic      8   "FARDELT" and the format version
     raw        8   u64, bytes of the header before compression
     packed     8   u64, bytes of the header after compression
-    header    ..   zstd frame of msgpack [removed, tensors]
+    header    ..   zstd frame of msgpack [removed, tables, tensors]
+    digests   ..   32 bytes a tensor, BLAKE3 of its new bits, in the header's order
     blobs     ..   one a tensor, in the header's order, back to back
     digest    32   BLAKE3 of everything before
 
@@ -13,7 +14,7 @@ is checked first, so that a flipped bit anywhere is refused before anything is p
 
 import struct
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import zstandard
@@ -32,41 +33,57 @@ MAX_HEADER_BYTES = 64 << 20
 
 MAX_TENSORS = 1 << 19
 MAX_NAME_BYTES = 1024
+MAX_TABLES = 1 << 12
+"""Tables of parameters: the writer adds one only where it pays, so a few are usual."""
 
 HEADER_LEVEL = 9
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One tensor of the container. `digest` is of its new bits."""
+    """One tensor of the container. `coding` says what its blob is; see `patch`."""
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
     dtype: str
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=16)]
-    kind: Literal["sparse", "full"]
+    coding: Literal["conditioned", "planes", "full"]
+    table: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TABLES)]
     changed: Annotated[int, msgspec.Meta(ge=0)]
-    digest: Digest
     size: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     removed: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    tables: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_TABLES)]
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
-def write_container(header: Header, blobs: list[bytes]) -> bytes:
+class Contents(NamedTuple):
+    """A container taken apart: `spans[i]` are start and end of the blob of `header.rows[i]`."""
+
+    header: Header
+    digests: list[Digest]
+    spans: list[tuple[int, int]]
+
+
+def write_container(header: Header, digests: list[Digest], blobs: list[bytes]) -> bytes:
     raw = msgspec.msgpack.encode(header)
     if len(raw) > MAX_HEADER_BYTES or len(header.rows) > MAX_TENSORS:
         raise LimitError("Too many tensors for one delta; publish them in several objects.")
     packed = zstandard.ZstdCompressor(level=HEADER_LEVEL).compress(raw)
     hasher = blake3()
-    parts = [PREFIX.pack(MAGIC, len(raw), len(packed)), packed, *blobs]
+    parts = [
+        PREFIX.pack(MAGIC, len(raw), len(packed)),
+        packed,
+        *map(bytes.fromhex, digests),
+        *blobs,
+    ]
     for part in parts:
         hasher.update(part)
     return b"".join([*parts, hasher.digest()])
 
 
-def read_container(data: bytes | memoryview) -> tuple[Header, list[memoryview]]:
-    """Header and blobs, checked: magic, digest, bounds, order, sizes. Cheapest check first."""
+def read_container(data: bytes | memoryview) -> Contents:
+    """Checked: magic, bounds, digest, order, sizes. Cheapest check first."""
     view = memoryview(data).cast("B")
     if len(view) < PREFIX.size + DIGEST_BYTES:
         raise FormatError("These bytes are too short for a delta; fetch it again.")
@@ -75,13 +92,20 @@ def read_container(data: bytes | memoryview) -> tuple[Header, list[memoryview]]:
         raise FormatError("These bytes are not a delta of a format this version of farcast reads.")
     if raw_size > MAX_HEADER_BYTES:
         raise LimitError("The delta's header is over its limit of 64 MiB; refuse its source.")
-    body = view[PREFIX.size : -DIGEST_BYTES]
-    if packed_size > len(body):
+    end = len(view) - DIGEST_BYTES
+    start = PREFIX.size + packed_size
+    if start > end:
         raise FormatError("The delta ends inside its header; fetch it again.")
-    if blake3(view[:-DIGEST_BYTES]).digest() != bytes(view[-DIGEST_BYTES:]):
+    if blake3(view[:end]).digest() != bytes(view[end:]):
         raise IntegrityError("The delta's bytes do not match their digest; fetch it again.")
-    header = _read_header(body[:packed_size], raw_size)
-    return header, _split(header, body[packed_size:])
+    header = _read_header(view[PREFIX.size : start], raw_size)
+    first = start + DIGEST_BYTES * len(header.rows)
+    if first > end:
+        raise FormatError("The delta ends inside its digests; refuse its source.")
+    digests = [
+        bytes(view[at : at + DIGEST_BYTES]).hex() for at in range(start, first, DIGEST_BYTES)
+    ]
+    return Contents(header, digests, _spans(header, first, end))
 
 
 def _read_header(packed: memoryview, raw_size: int) -> Header:
@@ -103,16 +127,18 @@ def _read_header(packed: memoryview, raw_size: int) -> Header:
     return header
 
 
-def _split(header: Header, body: memoryview) -> list[memoryview]:
-    blobs, start = [], 0
+def _spans(header: Header, start: int, end: int) -> list[tuple[int, int]]:
+    spans = []
     for row in header.rows:
         words = nbytes_of(row.dtype, row.shape) // word_bytes(row.dtype)
         if row.changed > words:
             raise FormatError(f"The delta changes more of {row.name[:80]!r} than it has.")
-        if row.size > len(body) - start:
+        if row.coding == "conditioned" and row.table >= len(header.tables):
+            raise FormatError(f"The delta lacks the table of {row.name[:80]!r}; refuse its source.")
+        if row.size > end - start:
             raise FormatError("The delta ends inside its tensors; refuse its source.")
-        blobs.append(body[start : start + row.size])
+        spans.append((start, start + row.size))
         start += row.size
-    if start != len(body):
+    if start != end:
         raise FormatError("The delta has bytes that belong to no tensor; refuse its source.")
-    return blobs
+    return spans

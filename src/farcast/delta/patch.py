@@ -4,9 +4,10 @@ The reader validates everything it can before it writes; a digest of the new bit
 rest: `apply_into` tells whether the buffer now holds exactly what the writer had.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,35 @@ from farcast.delta.coding import (
     encode_full,
     encode_sparse,
 )
-from farcast.delta.container import Header, Row, read_container, write_container
+from farcast.delta.conditioned import (
+    BLOCK_WORDS,
+    FIELDS,
+    Parameters,
+    Scratch,
+    Statistics,
+    class_range,
+    find_changes,
+    read_blocks,
+    words_of,
+    write_blocks,
+)
+from farcast.delta.container import (
+    MAX_TABLES,
+    Header,
+    Row,
+    read_container,
+    write_container,
+)
 from farcast.delta.identity import entry_of, tensor_digest
 from farcast.errors import FormatError, IntegrityError
 from farcast.types import TensorEntry
+
+DENSE = 8
+"""Where a change takes over an eighth of the raw tensor, the other codings are tried too."""
+
+SMALL_WORDS = 1 << 16
+"""A target of fewer words in all is coded in planes: the kernels, whose import takes most of a
+second, would save less than a packet."""
 
 
 @dataclass(frozen=True)
@@ -62,65 +88,142 @@ def encode_bits(
     `base_entries` are the known identities of the base, so that unchanged tensors are not
     hashed again.
     """
-    rows: list[Row] = []
-    blobs: list[bytes] = []
+    writer = _Writer(base, target)
     entries: dict[str, TensorEntry] = {}
-    changed = elements = 0
-    for name, new in sorted(target.items(), key=lambda item: item[0].encode()):
-        elements += new.data.size // word_bytes(new.dtype)
-        old = base.get(name)
+    for name in sorted(target, key=str.encode):
         known = base_entries.get(name) if base_entries is not None else None
-        row, blob, entries[name] = _encode_tensor(name, old, new, known)
-        if row is not None:
-            rows.append(row)
-            blobs.append(blob)
-            changed += row.changed
-    removed = tuple(sorted(set(base) - set(target), key=str.encode))
-    data = write_container(Header(removed, tuple(rows)), blobs)
-    return EncodedDelta(data, entries, changed, elements)
+        body = writer.add(name)
+        entries[name] = known if body is None and known is not None else entry_of(target[name])
+        if body is not None:
+            writer.digests.append(entries[name].digest)
+    elements = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
+    data = writer.finish()
+    return EncodedDelta(data, entries, sum(row.changed for row in writer.rows), elements)
 
 
-def _encode_tensor(
-    name: str, old: TensorBits | None, new: TensorBits, known: TensorEntry | None
-) -> tuple[Row | None, bytes, TensorEntry]:
+class Body(NamedTuple):
+    """How one tensor is coded: the bytes of its blob and what the header says of them."""
+
+    coding: Literal["conditioned", "planes", "full"]
+    changed: int
+    blob: bytes
+    table: int = 0
+
+
+class _Writer:
+    """One container in the making. Tensors are added in the order of their names; what a table
+    of parameters saves depends on those before it, so the order is part of the result."""
+
+    def __init__(self, base: Mapping[str, TensorBits], target: Mapping[str, TensorBits]) -> None:
+        self._base, self._target = base, target
+        self._ranges: dict[str, tuple[int, int]] = {}
+        self._tables: list[tuple[str, Parameters]] = []
+        self._scratch: Scratch | None = None
+        words = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
+        self._small = words < SMALL_WORDS
+        self.rows: list[Row] = []
+        self.digests: list[str] = []
+        self._blobs: list[bytes] = []
+
+    def add(self, name: str) -> Body | None:
+        """Code one tensor; None when it did not change."""
+        new, old = self._target[name], self._base.get(name)
+        if old is None or old.dtype != new.dtype or old.shape != new.shape:
+            body: Body | None = _whole(new, new.data.size // word_bytes(new.dtype))
+        else:
+            body = self._change(old, new)
+        if body is not None:
+            row = Row(
+                name, new.dtype, new.shape, body.coding, body.table, body.changed, len(body.blob)
+            )
+            self.rows.append(row)
+            self._blobs.append(body.blob)
+        return body
+
+    def finish(self) -> bytes:
+        removed = tuple(sorted(set(self._base) - set(self._target), key=str.encode))
+        tables = tuple(parameters.pack() for _, parameters in self._tables)
+        return write_container(Header(removed, tables, tuple(self.rows)), self.digests, self._blobs)
+
+    def _change(self, old: TensorBits, new: TensorBits) -> Body | None:
+        if new.data.size == 0:
+            return None
+        if self._small:
+            body = _planes(old, new)
+            if not body.changed or len(body.blob) * DENSE <= new.data.size:
+                return body if body.changed else None
+            return min(body, _whole(new, body.changed), key=lambda body: len(body.blob))
+        first, last = self._range(new.dtype)
+        if self._scratch is None:
+            self._scratch = Scratch.of(BLOCK_WORDS)
+        blocks = find_changes(old.data, new.data, new.dtype, first, last, self._scratch)
+        changed = sum(block.changed for block in blocks)
+        if changed == 0:
+            return None
+        table = self._table(new.dtype, Statistics(blocks, last - first + 1), first, last)
+        blob = write_blocks(blocks, self._tables[table][1], new.data.size)
+        bodies = [] if blob is None else [Body("conditioned", changed, blob, table)]
+        if blob is None or len(blob) * DENSE > new.data.size:
+            bodies += [_planes(old, new), _whole(new, changed)]
+        return min(bodies, key=lambda body: len(body.blob))
+
+    def _range(self, dtype: str) -> tuple[int, int]:
+        if dtype not in self._ranges:
+            same = (bits for bits in self._base.values() if bits.dtype == dtype)
+            self._ranges[dtype] = class_range(dtype, [words_of(bits.data, dtype) for bits in same])
+        return self._ranges[dtype]
+
+    def _table(self, dtype: str, statistics: Statistics, first: int, last: int) -> int:
+        own = statistics.best(first, last)
+        costs = [
+            statistics.bits(parameters) if kind == dtype else sys.maxsize
+            for kind, parameters in self._tables
+        ]
+        least = min(range(len(costs)), key=costs.__getitem__, default=-1)
+        saved = costs[least] - statistics.bits(own) if least >= 0 else sys.maxsize
+        if saved <= 8 * len(own.pack()) or (least >= 0 and len(costs) == MAX_TABLES):
+            return least
+        self._tables.append((dtype, own))
+        return len(self._tables) - 1
+
+
+def _planes(old: TensorBits, new: TensorBits) -> Body:
     width = word_bytes(new.dtype)
-    words = new.data.size // width
-    if old is None or old.dtype != new.dtype or old.shape != new.shape:
-        entry = entry_of(new)
-        blob = encode_full(new.data, width)
-        return _row(name, entry, "full", words, blob), blob, entry
     positions = changed_positions(old.data, new.data, width)
-    if positions.size == 0:
-        return None, b"", known or entry_of(new)
-    entry = entry_of(new)
-    blob, kind = encode_sparse(old.data, new.data, positions, width), "sparse"
-    if len(blob) * 8 > new.data.size * 5:  # dense change: the full coding may be smaller
-        full = encode_full(new.data, width)
-        if len(full) < len(blob):
-            blob, kind = full, "full"
-    return _row(name, entry, kind, positions.size, blob), blob, entry
+    return Body("planes", positions.size, encode_sparse(old.data, new.data, positions, width))
 
 
-def _row(name: str, entry: TensorEntry, kind: Any, changed: int, blob: bytes) -> Row:
-    return Row(name, entry.dtype, entry.shape, kind, changed, entry.digest, len(blob))
+def _whole(new: TensorBits, changed: int) -> Body:
+    blob = encode_full(new.data, word_bytes(new.dtype), signed=new.dtype in FIELDS)
+    return Body("full", changed, blob)
 
 
 class Patch:
     """A validated delta. Reading a tensor costs only that tensor."""
 
-    def __init__(self, header: Header, blobs: list[memoryview]) -> None:
-        self._blobs = {row.name: blob for row, blob in zip(header.rows, blobs, strict=True)}
+    def __init__(self, data: bytes | memoryview) -> None:
+        header, digests, spans = read_container(data)
+        self._data: Bytes = np.frombuffer(data, np.uint8)
+        self._tables = [Parameters.unpack(table) for table in header.tables]
+        self._rows = {row.name: row for row in header.rows}
+        self._spans = {row.name: span for row, span in zip(header.rows, spans, strict=True)}
         self.removed: tuple[str, ...] = header.removed
         self.entries: dict[str, PatchEntry] = {
-            row.name: PatchEntry(row.dtype, row.shape, row.digest, row.kind, row.changed)
-            for row in header.rows
+            row.name: PatchEntry(
+                row.dtype,
+                row.shape,
+                digest,
+                "full" if row.coding == "full" else "sparse",
+                row.changed,
+            )
+            for row, digest in zip(header.rows, digests, strict=True)
         }
 
     @classmethod
     def open(cls, data: bytes | memoryview) -> "Patch":
         """Check the whole header. Raises `FormatError`, `LimitError` or `IntegrityError`;
         allocates no more than a bounded multiple of the given bytes."""
-        return cls(*read_container(data))
+        return cls(data)
 
     def apply_into(self, name: str, buffer: Bytes, *, verify: bool = True) -> int:
         """Turn the base bits in `buffer` (uint8, contiguous) into the new bits, in place.
@@ -131,11 +234,15 @@ class Patch:
         entry = self._entry(name)
         if buffer.size != nbytes_of(entry.dtype, entry.shape):
             raise FormatError(f"The buffer for {name[:80]!r} has a wrong size.")
+        row, (start, end) = self._rows[name], self._spans[name]
         width = word_bytes(entry.dtype)
-        if entry.kind == "full":
-            buffer[:] = decode_full(self._blobs[name], buffer.size, width)
+        if row.coding == "full":
+            buffer[:] = self._whole(name, entry)
+        elif row.coding == "planes":
+            decode_sparse(self._data[start:end].data, buffer, entry.changed, width)
         else:
-            decode_sparse(self._blobs[name], buffer, entry.changed, width)
+            table = self._tables[row.table]
+            read_blocks(self._data, start, end, buffer, entry.dtype, entry.changed, table)
         if verify:
             self._check(name, TensorBits(entry.dtype, entry.shape, buffer))
         return entry.changed
@@ -145,9 +252,14 @@ class Patch:
         entry = self._entry(name)
         if entry.kind != "full":
             raise FormatError(f"The tensor {name[:80]!r} is not whole in this delta.")
-        size = nbytes_of(entry.dtype, entry.shape)
-        data = decode_full(self._blobs[name], size, word_bytes(entry.dtype))
-        return self._check(name, TensorBits(entry.dtype, entry.shape, data))
+        bits = TensorBits(entry.dtype, entry.shape, self._whole(name, entry))
+        return self._check(name, bits)
+
+    def _whole(self, name: str, entry: PatchEntry) -> Bytes:
+        start, end = self._spans[name]
+        size, width = nbytes_of(entry.dtype, entry.shape), word_bytes(entry.dtype)
+        signed = entry.dtype in FIELDS
+        return decode_full(self._data[start:end].data, size, width, signed=signed)
 
     def _entry(self, name: str) -> PatchEntry:
         entry = self.entries.get(name)
