@@ -22,6 +22,10 @@ from farcast.errors import FormatError
 LEVEL = 3
 """zstd level: 1 is 3 % larger on real deltas, 9 is 1 % smaller and 5x slower."""
 
+LITERAL_LEVEL = 1
+"""For planes of exponents: 10.93 bits per bf16 weight of a real model against 10.70 of their
+entropy. Higher levels find matches that cost more than the literals (11.3 at 3)."""
+
 _GAP_BYTES = 8
 
 Words = npt.NDArray[np.unsignedinteger]
@@ -55,7 +59,7 @@ def encode_sparse(
     """Code the words of `target` at `positions` against those of `base`."""
     gaps = np.diff(positions, prepend=np.int64(-1)) - 1
     old, new = words_of(base, width)[positions], words_of(target, width)[positions]
-    return _pack_planes(gaps.astype("<u8")) + _pack_planes(fold(new - old))
+    return _pack_planes(gaps.astype("<u8"), LEVEL) + _pack_planes(fold(new - old), LEVEL)
 
 
 def decode_sparse(
@@ -83,7 +87,9 @@ def encode_full(target: Bytes, width: int, *, signed: bool) -> bytes:
     """`signed` words carry a sign above an exponent: turned left by one bit, their highest
     plane is the exponent alone, and the sign joins the mantissa it resembles."""
     words = words_of(target, width)
-    return _pack_planes(_turn(words, 1) if signed else words)
+    if not signed:
+        return _pack_planes(words, LEVEL)
+    return _pack_planes(_turn(words, 1), LITERAL_LEVEL)
 
 
 def decode_full(blob: bytes | memoryview, size: int, width: int, *, signed: bool) -> Bytes:
@@ -101,14 +107,14 @@ def _sum(gaps: Words) -> int:
     return int(gaps.astype(np.float64).sum()) if gaps.size == 0 else int(gaps.sum(dtype=np.uint64))
 
 
-def _pack_planes(words: Words) -> bytes:
+def _pack_planes(words: Words, level: int) -> bytes:
     """u8 count of planes, then for each (lowest byte first) u64 length | zstd frame or raw bytes.
     High planes that hold only zeros are left out."""
     planes = words.view(np.uint8).reshape(-1, words.dtype.itemsize)
     kept = words.dtype.itemsize
     while kept and not planes[:, kept - 1].any():
         kept -= 1
-    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+    compressor = zstandard.ZstdCompressor(level=level, write_checksum=False)
     out = [struct.pack("<B", kept)]
     for index in range(kept):
         raw = planes[:, index].tobytes()

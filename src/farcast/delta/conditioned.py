@@ -23,15 +23,19 @@ import numpy as np
 import numpy.typing as npt
 
 from farcast.delta.bits import Bytes, word_bytes
-from farcast.errors import FormatError
+from farcast.errors import FormatError, IntegrityError
 
 BLOCK_WORDS = 1 << 20
 """Words of a block: 2 MiB of bf16 stay in a core's cache, and the counts that open a block (about
 16 bytes) are 1 % of what a block of a sparse update takes."""
 
 MAX_CLASSES = 20
+NO_RUNS = 31
+"""The run parameter of a class whose zero gaps are coded like any other."""
+
 
 Table = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
 
 _PLACES = (0, 5, 10, 15, 20)
 
@@ -86,7 +90,11 @@ class Parameters:
         words = [int.from_bytes(data[i : i + 3], "little") for i in range(2, len(data), 3)]
         rows = np.array([[word >> s & 31 for s in _PLACES] for word in words], np.uint8)
         rows[:, 4] &= 15
-        if rows[:, [0, 2, 3]].max() > 24 or ((rows[:, 1] > 24) & (rows[:, 1] != 31)).any():
+        if (
+            rows[:, 0].max() > 30
+            or rows[:, [2, 3]].max() > 24
+            or ((rows[:, 1] > 24) & (rows[:, 1] != 31)).any()
+        ):
             raise FormatError("A delta's parameter is over its limit of 24; refuse its source.")
         return cls(data[0], data[1], rows)
 
@@ -138,7 +146,7 @@ def class_range(dtype: str, samples: list[npt.NDArray[np.unsignedinteger]]) -> t
     if field == PLAIN:
         return 0, 0
     seen = np.zeros(256, np.int64)
-    step = max(1, sum(words.size for words in samples) >> 16)
+    step = max(1, sum(words.size for words in samples) >> 14)
     for words in samples:
         picked = words[::step].astype(np.uint64)
         codes = (picked >> np.uint64(field.shift)) & np.uint64(field.mask)
@@ -174,15 +182,41 @@ def find_changes(
     return blocks
 
 
+MAX_CHANGE_BYTES = 48
+"""Four numbers of at most 94 bits and a sign."""
+
+BUCKETS = 16 + 60 * 8
+
+
+@cache
+def _cost_tables() -> tuple[Floats, Floats]:
+    """Bits that a number of each bucket takes under each Rice and each Golomb parameter."""
+    low = np.arange(16, dtype=np.float64)
+    high = [(8 + i) * 2.0 ** (length - 3) for length in range(4, 64) for i in range(8)]
+    middle = np.array(high) * (1 + 1 / 34)  # less than half of a bucket's width off
+    values = np.concatenate([low, np.floor(middle)])[:, None]
+    parameters = np.arange(31)
+    rice = np.minimum(values // 2.0**parameters, 64) + 1 + parameters
+    rice[:, 25:] = 1 << 30  # no parameter of a Rice code
+    low_bits = parameters >> 1
+    threes = values // 2.0**low_bits
+    thirds = np.minimum(threes // 3, 64) + 2 + (threes % 3 > 0) + low_bits
+    even = np.minimum(threes, 64) + 1 + low_bits
+    return rice, np.where(parameters & 1, thirds, even)
+
+
 class Statistics:
-    """What each Rice parameter would cost a tensor, class by class."""
+    """What each parameter would cost a tensor, class by class, to a part in sixteen.
+
+    Whole numbers in float64, so the sums are exact and the same on every machine.
+    """
 
     def __init__(self, blocks: list[Block], classes: int) -> None:
-        sums = np.zeros((6, classes, 25), np.int64)
-        numbers = np.zeros((6, classes), np.int64)
+        seen = np.zeros((6, classes, BUCKETS))
         for block in blocks:
-            _kernels().measure(classes, block.bounds, block.gap, block.size, sums, numbers)
-        self.costs = sums + numbers[:, :, None] * (1 + np.arange(25))
+            _kernels().measure(classes, block.bounds, block.gap, block.size, seen)
+        rice, golomb = _cost_tables()
+        self.costs = np.stack([seen[i] @ (golomb if i in (0, 2) else rice) for i in range(6)])
 
     def best(self, first: int, last: int) -> Parameters:
         choice = self.costs.argmin(axis=2)
@@ -190,7 +224,7 @@ class Statistics:
         runs = least[1] + least[2] < least[0]
         rows = np.empty((last - first + 1, 5), np.uint8)
         rows[:, 0] = np.where(runs, choice[2], choice[0])
-        rows[:, 1] = np.where(runs, choice[1], 31)
+        rows[:, 1] = np.where(runs, choice[1], NO_RUNS)
         rows[:, 2], rows[:, 3] = choice[3], choice[4]
         rows[:, 4] = np.minimum(choice[5], 15)
         return Parameters(first, last, rows)
@@ -199,7 +233,7 @@ class Statistics:
         """Bits of the blocks under a table, signs left out."""
         rows = parameters.rows.astype(np.int64)
         each = np.arange(len(rows))
-        runs = rows[:, 1] != 31
+        runs = rows[:, 1] != NO_RUNS
         gaps = np.where(
             runs,
             self.costs[1, each, np.minimum(rows[:, 1], 24)] + self.costs[2, each, rows[:, 0]],
@@ -211,8 +245,9 @@ class Statistics:
 
 def write_blocks(blocks: list[Block], parameters: Parameters, limit: int) -> bytes | None:
     """u32 length of each block but the last, then the blocks; None if over `limit` bytes."""
-    out = np.zeros(limit + 96, np.uint8)
     at = 4 * (len(blocks) - 1)
+    most = at + sum(MAX_CHANGE_BYTES * block.changed + 16 * parameters.classes for block in blocks)
+    out = np.zeros(min(limit, most) + 96, np.uint8)
     if at > limit:
         return None
     lengths = out[:at].view("<u4")
@@ -231,7 +266,8 @@ def read_blocks(
 ) -> None:
     """Apply the blocks in `data[start:end]` to `buffer`, in place; 8 bytes follow them in `data`.
 
-    Raises `FormatError` before the first write when anything does not fit.
+    Before the first write, `FormatError` when the bytes are malformed, `IntegrityError` when the
+    buffer holds too few words of a class: it is another base.
     """
     kernels = _kernels()
     field = field_of(dtype)
@@ -258,10 +294,12 @@ def read_blocks(
                 done, bounds, ranks, deltas,
             )
         )  # fmt: skip
-        if found < 0 or kernels.locate(constant, lo, hi, *args, cut, bounds, ranks, places) < 0:
-            raise FormatError(
-                "A delta's changes do not fit the base: it is another version, or the bytes are "
-                "malformed; rebuild from an anchor."
+        if found < 0:
+            raise FormatError("A delta's block is malformed; fetch it again or refuse its source.")
+        if kernels.locate(constant, lo, hi, *args, cut, bounds, ranks, places) < 0:
+            raise IntegrityError(
+                "A delta's changes do not fit the base: it is another version; rebuild from an "
+                "anchor."
             )
         at += length
         done += found

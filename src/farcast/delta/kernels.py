@@ -142,6 +142,16 @@ def _lowest(typing: Any, word: Any) -> Any:
 
 
 @intrinsic
+def _leading(typing: Any, word: Any) -> Any:
+    """How many zero bits stand above the highest set bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
 def _load(typing: Any, data: Any, index: Any) -> Any:
     """Eight bytes from `index` on, little endian. The caller owns the bound."""
 
@@ -170,9 +180,9 @@ def _class(word, shift, mask, first, last):
 
 @njit(nogil=True, cache=True)
 def sample(words, shift, mask, first, last):
-    """From which class on classes are frequent, by at most 4096 evenly spaced words."""
+    """From which class on classes are frequent, by about 1024 evenly spaced words."""
     seen = np.zeros(256, np.int64)
-    step = max(1, words.size // 4096)
+    step = max(1, words.size // 1024)
     total = 0
     for i in range(0, words.size, step):
         seen[_class(words[i], shift, mask, first, last)] += 1
@@ -264,8 +274,19 @@ def arrange(old, new, found, event_class, event_rank, event_pos, bounds, gap, si
 
 
 @njit(nogil=True, cache=True)
-def measure(classes, bounds, gap, size, sums, numbers):
-    """Add a block's Rice statistics: `sums[series, class, k]` of value >> k, `numbers` of values.
+def bucket(value):
+    """Numbers below 16 have their own bucket, larger ones share an eighth of an octave."""
+    if value < np.uint64(16):
+        return np.int64(value)
+    length = 63 - _leading(value)
+    return np.int64(16 + (length - 4) * 8) + np.int64(
+        (value >> np.uint64(length - 3)) & np.uint64(7)
+    )
+
+
+@njit(nogil=True, cache=True)
+def measure(classes, bounds, gap, size, seen):
+    """Add up the numbers a block holds: `seen[series, class, bucket]`.
 
     Series: 0 gaps, 1 runs of zero gaps, 2 gaps after such a run less one,
     3 runs of differences of one, 4 larger differences less two, 5 changes of the class.
@@ -273,74 +294,82 @@ def measure(classes, bounds, gap, size, sums, numbers):
     small, opened_in = 0, -1
     for k in range(classes):
         zeros = 0
-        total = 0
+        seen[5, k, bucket(np.uint64(bounds[k + 1] - bounds[k]))] += 1
         for j in range(bounds[k], bounds[k + 1]):
-            total += gap[j]
-        dense = total < 4 * (bounds[k + 1] - bounds[k])
-        _tally(sums, numbers, 5, k, np.uint64(bounds[k + 1] - bounds[k]))
-        if not dense:  # runs of zero gaps cannot pay: never the cheaper choice
-            numbers[1, k] += 1 << 40
-        for j in range(bounds[k], bounds[k + 1]):
-            _tally(sums, numbers, 0, k, np.uint64(gap[j]))
-            if not dense:
-                pass
-            elif gap[j] == 0:
+            seen[0, k, bucket(np.uint64(gap[j]))] += 1
+            if gap[j] == 0:
                 zeros += 1
             else:
-                _tally(sums, numbers, 1, k, np.uint64(zeros))
-                _tally(sums, numbers, 2, k, np.uint64(gap[j] - 1))
+                seen[1, k, bucket(np.uint64(zeros))] += 1
+                seen[2, k, bucket(np.uint64(gap[j] - 1))] += 1
                 zeros = 0
             if opened_in < 0:
                 opened_in = k
             if size[j] == 1:
                 small += 1
             else:
-                _tally(sums, numbers, 3, opened_in, np.uint64(small))
-                _tally(sums, numbers, 4, k, size[j] - np.uint64(2))
+                seen[3, opened_in, bucket(np.uint64(small))] += 1
+                seen[4, k, bucket(size[j] - np.uint64(2))] += 1
                 small, opened_in = 0, -1
         if zeros:
-            _tally(sums, numbers, 1, k, np.uint64(zeros))
+            seen[1, k, bucket(np.uint64(zeros))] += 1
     if small:
-        _tally(sums, numbers, 3, opened_in, np.uint64(small))
+        seen[3, opened_in, bucket(np.uint64(small))] += 1
 
 
 @njit(nogil=True, cache=True)
-def _tally(sums, numbers, series, k, value):
-    numbers[series, k] += 1
-    for shift in range(25):
-        high = value >> np.uint64(shift)
-        if high == 0:
-            break
-        sums[series, k, shift] += np.int64(min(high, np.uint64(64)))
+def _put(out, at, value, bits, held, fill):
+    """Append the low `bits` (at most 57) of `value`.
+
+    `held` are the last `fill` < 64 bits, not yet stored at byte `at`; returned are the three after
+    it. A store is never read back: that would stall the next one.
+    """
+    held |= value << np.uint64(fill)
+    if fill + bits < 64:
+        return at, held, fill + bits
+    _store(out, at, held)
+    taken = np.uint64(64 - fill)
+    return at + 8, (value >> taken if fill else np.uint64(0)), fill + bits - 64
 
 
 @njit(nogil=True, cache=True)
-def _put(out, state, value, bits):
-    """Append the low `bits` (at most 57) of `value`. state: bits written so far."""
-    at = np.int64(state[0])
-    byte, offset = at >> 3, np.uint64(at & 7)
-    _store(out, byte, _load(out, byte) | (value << offset))
-    state[0] = at + bits
-
-
-@njit(nogil=True, cache=True)
-def _put_rice(out, state, value, k):
+def _put_rice(out, at, value, k, held, fill):
     high = value >> np.uint64(k)
     if high < np.uint64(MAX_QUOTIENT):
         q = np.int64(high)
         low = value & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
         ones = (np.uint64(1) << np.uint64(q)) - np.uint64(1)
-        _put(out, state, ones | (low << np.uint64(q + 1)), q + 1 + k)
-        return
+        return _put(out, at, ones | (low << np.uint64(q + 1)), q + 1 + k, held, fill)
     ones = (np.uint64(1) << np.uint64(MAX_QUOTIENT)) - np.uint64(1)
-    _put(out, state, ones, MAX_QUOTIENT)
-    bits = np.int64(64)
-    while bits > 1 and (value >> np.uint64(bits - 1)) == 0:
-        bits -= 1
-    _put(out, state, np.uint64(bits - 1), 6)
-    _put(out, state, value & np.uint64(0xFFFFFFFF), min(bits, 32))
+    at, held, fill = _put(out, at, ones, MAX_QUOTIENT, held, fill)
+    bits = 64 - _leading(value | np.uint64(1))
+    at, held, fill = _put(out, at, np.uint64(bits - 1), 6, held, fill)
+    low = value & np.uint64(0xFFFFFFFF)
+    at, held, fill = _put(out, at, low, min(bits, 32), held, fill)
     if bits > 32:
-        _put(out, state, value >> np.uint64(32), bits - 32)
+        at, held, fill = _put(out, at, value >> np.uint64(32), bits - 32, held, fill)
+    return at, held, fill
+
+
+@njit(nogil=True, cache=True)
+def _put_golomb(out, at, value, g, held, fill):
+    """Even g: Rice with g/2. Odd g: Golomb with 3 << (g-1)/2, the step between two Rice codes."""
+    if g & 1 == 0:
+        return _put_rice(out, at, value, g >> 1, held, fill)
+    k = g >> 1
+    high = value >> np.uint64(k)
+    q = high // np.uint64(3)
+    if q >= np.uint64(MAX_QUOTIENT):
+        return _put_rice(out, at, value, 0, held, fill)
+    third = high - q * np.uint64(3)
+    low = value & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
+    ones = (np.uint64(1) << np.uint64(q)) - np.uint64(1)
+    code, bits = np.uint64(0), np.int64(1)
+    if third:
+        code, bits = np.uint64(1) | ((third - np.uint64(1)) << np.uint64(1)), np.int64(2)
+    n = np.int64(q) + 1
+    word = ones | (code << np.uint64(n)) | (low << np.uint64(n + bits))
+    return _put(out, at, word, n + bits + k, held, fill)
 
 
 @njit(nogil=True, cache=True)
@@ -358,38 +387,40 @@ def write(classes, bounds, gap, size, negative, table, out, start):
 
     `table[k]` = parameters of gaps, runs of zero gaps, runs of ones, larger differences, counts.
     """
-    state = np.zeros(1, np.int64)
-    state[0] = start * 8
-    limit = (out.size - 80) * 8
+    at, held, fill = start, np.uint64(0), np.int64(0)
+    limit = out.size - 80  # what one change and one count can take at most
     total = bounds[classes]
     small = -1
     for k in range(classes):
-        if state[0] > limit:
+        if at > limit:
             return TOO_LARGE
-        _put_rice(out, state, np.uint64(bounds[k + 1] - bounds[k]), np.int64(table[k, 4]))
+        at, held, fill = _put_rice(
+            out, at, np.uint64(bounds[k + 1] - bounds[k]), np.int64(table[k, 4]), held, fill
+        )
         kg, kz = np.int64(table[k, 0]), np.int64(table[k, 1])
         kr, km = np.int64(table[k, 2]), np.int64(table[k, 3])
         zeros = -1
         for j in range(bounds[k], bounds[k + 1]):
-            if state[0] > limit:
+            if at > limit:
                 return TOO_LARGE
             if kz == NO_RUNS:
-                _put_rice(out, state, np.uint64(gap[j]), kg)
+                at, held, fill = _put_golomb(out, at, np.uint64(gap[j]), kg, held, fill)
             else:
                 if zeros < 0:
                     zeros = _ahead(gap, 0, j, bounds[k + 1])
-                    _put_rice(out, state, np.uint64(zeros), kz)
+                    at, held, fill = _put_rice(out, at, np.uint64(zeros), kz, held, fill)
                 if zeros == 0:
-                    _put_rice(out, state, np.uint64(gap[j] - 1), kg)
+                    at, held, fill = _put_golomb(out, at, np.uint64(gap[j] - 1), kg, held, fill)
                 zeros -= 1
             if small < 0:
                 small = _ahead(size, np.uint64(1), j, total)
-                _put_rice(out, state, np.uint64(small), kr)
+                at, held, fill = _put_rice(out, at, np.uint64(small), kr, held, fill)
             if small == 0:
-                _put_rice(out, state, size[j] - np.uint64(2), km)
+                at, held, fill = _put_rice(out, at, size[j] - np.uint64(2), km, held, fill)
             small -= 1
-            _put(out, state, np.uint64(negative[j]), 1)
-    return (state[0] + 7) >> 3
+            at, held, fill = _put(out, at, np.uint64(negative[j]), 1, held, fill)
+    _store(out, at, held)
+    return at + ((fill + 7) >> 3)
 
 
 @njit(nogil=True, cache=True)
@@ -423,6 +454,26 @@ def _get_rice(data, at, limit, k):
 
 
 @njit(nogil=True, cache=True)
+def _get_golomb(data, at, limit, g):
+    if g & 1 == 0 or at >= limit:
+        return _get_rice(data, at, limit, g >> 1)
+    word = _load(data, at >> 3) >> np.uint64(at & 7)
+    q = _lowest(~word)
+    if q >= MAX_QUOTIENT:
+        return _get_rice(data, at, limit, 0)
+    k = g >> 1
+    word >>= np.uint64(q + 1)
+    third, bits = np.uint64(0), np.int64(1)
+    if word & np.uint64(1):
+        third, bits = np.uint64(1) + ((word >> np.uint64(1)) & np.uint64(1)), np.int64(2)
+    low = (word >> np.uint64(bits)) & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
+    at += q + 1 + bits + k
+    if at > limit:
+        return np.uint64(0), limit + 1
+    return ((np.uint64(q) * np.uint64(3) + third) << np.uint64(k)) | low, at
+
+
+@njit(nogil=True, cache=True)
 def parse(data, start, end, words, classes, table, first, bounds, rank, delta):
     """Read one block's events into `rank[first:]` and `delta[first:]`, class after class.
 
@@ -443,13 +494,13 @@ def parse(data, start, end, words, classes, table, first, bounds, rank, delta):
         for _ in range(np.int64(number)):
             gap = np.uint64(0)
             if kz == NO_RUNS:
-                gap, at = _get_rice(data, at, limit, kg)
+                gap, at = _get_golomb(data, at, limit, kg)
             else:
                 if zeros < 0:
                     value, at = _get_rice(data, at, limit, kz)
                     zeros = np.int64(min(value, np.uint64(words)))
                 if zeros == 0:
-                    gap, at = _get_rice(data, at, limit, kg)
+                    gap, at = _get_golomb(data, at, limit, kg)
                     if gap >= np.uint64(words):
                         return MALFORMED
                     gap += np.uint64(1)
@@ -483,6 +534,18 @@ def parse(data, start, end, words, classes, table, first, bounds, rank, delta):
 
 
 @njit(nogil=True, cache=True)
+def _select(mask, rank):
+    """Index of the set bit that has `rank` set bits below it, without a branch to guess."""
+    at = np.uint64(0)
+    for step in (32, 16, 8, 4, 2, 1):
+        below = _ones((mask >> at) & ((np.uint64(1) << np.uint64(step)) - np.uint64(1)))
+        over = rank >= below
+        rank -= below if over else 0
+        at += np.uint64(step if over else 0)
+    return np.int64(at)
+
+
+@njit(nogil=True, cache=True)
 def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, place):
     """Turn the ranks of one block's events into positions in `place`; writes no word.
 
@@ -510,11 +573,8 @@ def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, place):
             same = _equal(classes, np.uint8(k))
             after = seen[k] + _ones(same)
             while ahead[k] < after:
-                skip = ahead[k] - seen[k]
-                rest = same
-                for _ in range(skip):
-                    rest &= rest - np.uint64(1)
-                _hit(k, at + _lowest(rest), following, bounds, rank, place, ahead, hi - lo + 1)
+                bit = _select(same, ahead[k] - seen[k])
+                _hit(k, at + bit, following, bounds, rank, place, ahead, hi - lo + 1)
             seen[k] = after
     for at in range(whole, hi):
         k = _class(words[at], shift, mask, first, last)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from farcast.delta import conditioned
 from farcast.delta.bits import Bytes, TensorBits, all_bits, from_bits, nbytes_of, word_bytes
 from farcast.delta.coding import (
     changed_positions,
@@ -20,7 +21,6 @@ from farcast.delta.coding import (
     encode_sparse,
 )
 from farcast.delta.conditioned import (
-    BLOCK_WORDS,
     FIELDS,
     Parameters,
     Scratch,
@@ -82,18 +82,21 @@ def encode_bits(
     target: Mapping[str, TensorBits],
     *,
     base_entries: Mapping[str, TensorEntry] | None = None,
+    target_entries: Mapping[str, TensorEntry] | None = None,
 ) -> EncodedDelta:
     """The change from `base` to `target`; an empty base gives an anchor.
 
     `base_entries` are the known identities of the base, so that unchanged tensors are not
-    hashed again.
+    hashed again; `target_entries` those of the target, where the caller has hashed it already.
     """
     writer = _Writer(base, target)
     entries: dict[str, TensorEntry] = {}
     for name in sorted(target, key=str.encode):
-        known = base_entries.get(name) if base_entries is not None else None
         body = writer.add(name)
-        entries[name] = known if body is None and known is not None else entry_of(target[name])
+        known = (target_entries or {}).get(name)
+        if known is None and body is None:
+            known = (base_entries or {}).get(name)
+        entries[name] = known if known is not None else entry_of(target[name])
         if body is not None:
             writer.digests.append(entries[name].digest)
     elements = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
@@ -155,7 +158,7 @@ class _Writer:
             return min(body, _whole(new, body.changed), key=lambda body: len(body.blob))
         first, last = self._range(new.dtype)
         if self._scratch is None:
-            self._scratch = Scratch.of(BLOCK_WORDS)
+            self._scratch = Scratch.of(conditioned.BLOCK_WORDS)
         blocks = find_changes(old.data, new.data, new.dtype, first, last, self._scratch)
         changed = sum(block.changed for block in blocks)
         if changed == 0:

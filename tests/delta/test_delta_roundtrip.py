@@ -1,0 +1,175 @@
+"""apply(base, encode(base, target)) is target, bit for bit, whatever the dtype, shape and bits."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farcast.delta import Patch, TensorBits, apply, conditioned, encode, encode_bits, to_bits
+from farcast.delta.bits import BITS_PER_ELEMENT
+
+DTYPES = sorted(BITS_PER_ELEMENT)
+
+
+def bits_of(dtype: str, words: int, data: bytes) -> TensorBits:
+    shape = (words * 8 // BITS_PER_ELEMENT[dtype],)
+    return TensorBits(dtype, shape, np.frombuffer(data, np.uint8))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[TensorBits, TensorBits]:
+    """Two tensors of one dtype that differ in a drawn share of their bytes."""
+    dtype = draw(st.sampled_from(DTYPES))
+    size = draw(st.integers(0, 40)) * 16
+    seed, share = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([0, 0.01, 0.2, 0.9, 1]))
+    chance = np.random.default_rng(seed)
+    top = draw(st.sampled_from([2, 64, 256]))
+    base = chance.integers(0, top, size, dtype=np.uint8)
+    step = chance.integers(0, draw(st.sampled_from([2, 256])), size, dtype=np.uint8)
+    target = base + np.where(chance.random(size) < share, step, 0).astype(np.uint8)
+    return bits_of(dtype, size, base.tobytes()), bits_of(dtype, size, target.tobytes())
+
+
+def applied(base: TensorBits, target: TensorBits) -> int:
+    data = encode_bits({"w": base}, {"w": target}).data
+    patch = Patch.open(data)
+    if base == target:
+        assert not patch.entries
+        return len(data)
+    buffer = base.data.copy()
+    changed = patch.apply_into("w", buffer)
+    assert buffer.tobytes() == target.data.tobytes()
+    assert changed == patch.entries["w"].changed > 0
+    return len(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pairs())
+def test_every_change_comes_back(pair: tuple[TensorBits, TensorBits]) -> None:
+    base, target = pair
+    size = applied(base, target)
+    assert size <= target.data.size + 1024
+    anchor = Patch.open(encode_bits({}, {"w": target}).data)
+    assert anchor.full("w") == target
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_pattern_of_16_bits_and_every_step(dtype: str) -> None:
+    every = np.arange(65536, dtype="<u2")
+    for step in (1, 255, 256, 32768, 65535):
+        base = bits_of(dtype, every.nbytes, every.tobytes())
+        target = bits_of(dtype, every.nbytes, (every + np.uint16(step)).astype("<u2").tobytes())
+        applied(base, target)
+
+
+def test_zero_dimensions_and_nothing_at_all() -> None:
+    base = {"scalar": np.float32(1.0), "empty": np.empty((0, 3)), "same": np.ones(4)}
+    target = {"scalar": np.float32(2.0), "empty": np.empty((0, 3)), "same": np.ones(4)}
+    out = apply(base, encode(base, target))
+    assert out["scalar"].shape == ()
+    assert out["scalar"] == 2.0
+    assert out["empty"].shape == (0, 3)
+    assert apply({}, encode({}, {})) == {}
+    assert apply({}, encode({}, target))["empty"].shape == (0, 3)
+
+
+def test_layouts_and_byte_orders_are_the_same_bits() -> None:
+    """Case 033."""
+    w = np.arange(24, dtype=np.float32).reshape(4, 6)
+    wide, big = np.broadcast_to(w[0], (3, 6)), w.astype(">f4")
+    for view in (w.T, w[:, ::2], np.asfortranarray(w), wide, w[::-1], big):
+        out = apply({}, encode({}, {"w": view}))["w"]
+        assert out.tobytes() == np.ascontiguousarray(view).astype("<f4").tobytes()
+        zero = np.zeros(view.shape, np.float32)
+        assert apply({"w": zero}, encode({"w": zero}, {"w": view}))["w"].tolist() == view.tolist()
+
+
+def test_unaligned_and_read_only_memory() -> None:
+    raw = bytearray(range(1, 202))
+    base = TensorBits("BF16", (100,), np.frombuffer(memoryview(raw)[1:], np.uint8))
+    target = TensorBits("BF16", (100,), np.frombuffer(bytes(200), np.uint8))
+    applied(base, target)
+    applied(target, base)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (np.array([0x3F80], "<u2"), np.array([0x4080], "<u2")),
+        (np.array([0x3F800000], "<u4"), np.array([0x40000000], "<u4")),
+        (np.array([1], "<i8"), np.array([2**32 + 1], "<i8")),
+    ],
+)
+def test_a_change_in_any_byte_is_a_change(old: np.ndarray, new: np.ndarray) -> None:
+    """Case 007."""
+    assert apply({"w": old}, encode({"w": old}, {"w": new}))["w"].tolist() == new.tolist()
+
+
+def test_an_anchor_is_whole() -> None:
+    """Case 005."""
+    anchor = encode({}, {"a": np.arange(9), "b": np.arange(5.0)})
+    out = apply({}, anchor)
+    assert out["a"].tolist() == list(range(9))
+    assert out["b"].tolist() == list(range(5))
+
+
+def test_no_change_is_larger_than_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 027."""
+    monkeypatch.setattr(conditioned, "BLOCK_WORDS", 1 << 20)
+    chance = np.random.default_rng(1)
+    base, target = (chance.integers(0, 65536, 100_000).astype("<u2") for _ in range(2))
+    assert len(encode({"w": base}, {"w": target})) <= base.nbytes + 1024
+    one = np.zeros(1_000_000, np.uint16)
+    changed = one.copy()
+    changed[777_777] = 5
+    assert len(encode({"w": one}, {"w": changed})) < 1024
+
+
+def test_the_same_bytes_from_another_process() -> None:
+    """Case 037."""
+    code = (
+        "import numpy as np; from farcast.delta import encode; a = np.arange(70000, dtype='<u2'); "
+        "b = a.copy(); b[::97] += 1; print(encode({'x': a, 'w': b}, {'w': a, 'x': b}).hex())"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1] != b""
+
+
+def test_kinds_and_removals() -> None:
+    base = {"gone": np.ones(2), "reshaped": np.ones(4, np.float32), "stays": np.ones(3)}
+    target = {"reshaped": np.ones((2, 2), np.float32), "stays": np.ones(3), "new": np.zeros(2)}
+    patch = Patch.open(encode(base, target))
+    assert patch.removed == ("gone",)
+    assert {name: entry.kind for name, entry in patch.entries.items()} == {
+        "new": "full",
+        "reshaped": "full",
+    }
+    assert set(apply(base, encode(base, target))) == set(target)
+
+
+def test_known_identities_are_not_hashed_again() -> None:
+    base, target = {"w": to_bits(np.zeros(9))}, {"w": to_bits(np.ones(9))}
+    known = encode_bits(base, target).entries
+    again = encode_bits(base, target, target_entries=known)
+    assert again.data == encode_bits(base, target).data
+
+
+@pytest.mark.full
+def test_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untouched pages of a zeroed array take no memory, so 2 GiB are cheap to name."""
+    monkeypatch.setattr(conditioned, "BLOCK_WORDS", 1 << 20)
+    size = 2**31 + 65
+    base, target = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    target[[5, 2**31 - 1, 2**31, size - 1]] = 7
+    buffer = base
+    data = encode_bits(
+        {"w": TensorBits("U8", (size,), base)}, {"w": TensorBits("U8", (size,), target)}
+    ).data
+    assert Patch.open(data).apply_into("w", buffer) == 4
+    assert buffer[[5, 2**31 - 1, 2**31, size - 1]].tolist() == [7] * 4
