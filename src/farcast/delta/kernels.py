@@ -32,6 +32,7 @@ NO_RUNS = 31
 """The parameter that says a class has no run-length coding of zero gaps."""
 
 RARE = 256
+NEVER = 1 << 40
 TOO_LARGE = -1
 MALFORMED = -2
 
@@ -207,32 +208,21 @@ def find(old, new, lo, hi, shift, mask, first, last, cut, event_class, event_ran
     for at in range(lo, whole, 64):
         changed = _differ(old, new, at)
         _classes(old, at, shift, mask, first, last, classes)
+        while changed != 0:
+            bit = _lowest(changed)
+            changed &= changed - np.uint64(1)
+            k = classes[bit]
+            under = (np.uint64(1) << np.uint64(bit)) - np.uint64(1)
+            event_class[found] = k
+            event_rank[found] = counts[k] + _ones(_equal(classes, k) & under)
+            event_pos[found] = at + bit
+            found += 1
         rare = _below(classes, np.uint8(cut))
         while rare != 0:
-            bit = _lowest(rare)
+            counts[classes[_lowest(rare)]] += 1
             rare &= rare - np.uint64(1)
-            k = np.int64(classes[bit])
-            if (changed >> np.uint64(bit)) & np.uint64(1):
-                event_class[found], event_rank[found] = k, counts[k]
-                event_pos[found] = at + bit
-                found += 1
-            counts[k] += 1
-        if changed == 0:
-            for k in range(cut, np.int64(last) + 1):
-                counts[k] += _ones(_equal(classes, np.uint8(k)))
-        else:
-            for k in range(cut, np.int64(last) + 1):
-                same = _equal(classes, np.uint8(k))
-                hits = same & changed
-                while hits != 0:
-                    bit = _lowest(hits)
-                    under = (np.uint64(1) << np.uint64(bit)) - np.uint64(1)
-                    event_class[found] = k
-                    event_rank[found] = counts[k] + _ones(same & under)
-                    event_pos[found] = at + bit
-                    found += 1
-                    hits &= hits - np.uint64(1)
-                counts[k] += _ones(same)
+        for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
+            counts[k] += _ones(_equal(classes, np.uint8(k)))
     for at in range(whole, hi):
         k = _class(old[at], shift, mask, first, last)
         if old[at] != new[at]:
@@ -553,11 +543,10 @@ def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, place):
     """
     classes = np.empty(64, np.uint8)
     following = bounds[:256].copy()
-    seen = np.zeros(256, np.int64)
-    ahead = np.full(256, hi - lo + 1, np.int64)  # words of the class before the next event
+    left = np.full(256, NEVER, np.int64)  # words of the class before its next event
     for k in range(np.int64(last) + 1):
         if bounds[k] < bounds[k + 1]:
-            ahead[k] = rank[bounds[k]]
+            left[k] = rank[bounds[k]]
     whole = lo + (hi - lo) // 64 * 64
     for at in range(lo, whole, 64):
         _classes(words, at, shift, mask, first, last, classes)
@@ -565,22 +554,28 @@ def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, place):
         while rare != 0:
             bit = _lowest(rare)
             rare &= rare - np.uint64(1)
-            k = np.int64(classes[bit])
-            if seen[k] == ahead[k]:
-                _hit(k, at + bit, following, bounds, rank, place, ahead, hi - lo + 1)
-            seen[k] += 1
-        for k in range(cut, np.int64(last) + 1):
-            same = _equal(classes, np.uint8(k))
-            after = seen[k] + _ones(same)
-            while ahead[k] < after:
-                bit = _select(same, ahead[k] - seen[k])
-                _hit(k, at + bit, following, bounds, rank, place, ahead, hi - lo + 1)
-            seen[k] = after
+            k = classes[bit]
+            if left[k] == 0:
+                left[k] += _hit(np.int64(k), at + bit, following, bounds, rank, place)
+            left[k] -= 1
+        hit = np.int64(0)
+        for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
+            left[k] -= _ones(_equal(classes, np.uint8(k)))
+            hit |= left[k]
+        if hit >= 0:
+            continue
+        for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
+            if left[k] < 0:
+                same = _equal(classes, np.uint8(k))
+                total = _ones(same)
+                while left[k] < 0:
+                    bit = _select(same, left[k] + total)
+                    left[k] += _hit(np.int64(k), at + bit, following, bounds, rank, place)
     for at in range(whole, hi):
         k = _class(words[at], shift, mask, first, last)
-        if seen[k] == ahead[k]:
-            _hit(k, at, following, bounds, rank, place, ahead, hi - lo + 1)
-        seen[k] += 1
+        if left[k] == 0:
+            left[k] += _hit(k, at, following, bounds, rank, place)
+        left[k] -= 1
     for k in range(256):
         if following[k] != bounds[k + 1]:
             return MALFORMED
@@ -588,11 +583,14 @@ def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, place):
 
 
 @njit(nogil=True, cache=True)
-def _hit(k, at, following, bounds, rank, place, ahead, never):
+def _hit(k, at, following, bounds, rank, place):
+    """Note where an event of class `k` is; returns how much later the next one comes."""
     j = following[k]
     place[j] = at
     following[k] = j + 1
-    ahead[k] = rank[j + 1] if j + 1 < bounds[k + 1] else never
+    if j + 1 == bounds[k + 1]:
+        return NEVER
+    return np.int64(rank[j + 1]) - np.int64(rank[j])
 
 
 @njit(nogil=True, cache=True)
