@@ -158,7 +158,9 @@ def test_a_resumed_sitting_knows_who_was_killed_and_who_joined(tmp_path: Path) -
 def test_a_trainer_that_fails_ends_the_run_in_its_own_words(tmp_path: Path) -> None:
     plan, run = plan_in(tmp_path / "run"), PlayedRun(10, trainer_fails_at=3)
     plan.folder.log("trainer").write_text("step 3\nfarcast: The weights are NaN; lower the rate.\n")
-    with pytest.raises(ProcessFailedError, match=r"^The weights are NaN") as caught:
+    with pytest.raises(
+        ProcessFailedError, match=r"The weights are NaN; lower the rate\."
+    ) as caught:
         play(plan, run)
     assert caught.value.exit_code == 6
     assert run.calls[-1] == "close"

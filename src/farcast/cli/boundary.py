@@ -53,7 +53,7 @@ def describe(error: OSError) -> str:
 
 
 def fail(message: str, status: int) -> NoReturn:
-    print(f"farcast: {message}", file=sys.stderr)
+    print(f"farcast: {message}", file=sys.stderr)  # a supervisor looks for this prefix
     sys.exit(status)
 
 

@@ -69,6 +69,7 @@ def demo(
     from rich.console import Console
 
     from farcast.fleet.demo import DemoSettings, new_plan, resumed_plan
+    from farcast.fleet.finding import require_unused
     from farcast.store import open_store
 
     options.check_writable(json)
@@ -87,7 +88,8 @@ def demo(
             steps=steps,
             seed=seed,
         )
-        open_store(config.store)  # a bad URL is found before anything is written
+        if store is not None:
+            require_unused(open_store(store))
         settings = DemoSettings(workers=workers or 2, link=link, kill=not no_kill)
         plan = new_plan(folder, config, settings)
     _run(plan._replace(cache=cache), Console(), json)

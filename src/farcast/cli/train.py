@@ -74,6 +74,9 @@ def _settings(
             return decode_config(config.read_bytes(), RunConfig)
         except FileNotFoundError:
             raise ConfigError(f"There is no file {config}; name a RunConfig file.") from None
+    from farcast.fleet.finding import require_unused
+    from farcast.store import open_store
+
     folder = RunFolder(out)
     if resume:
         return folder.read_config()
@@ -85,5 +88,7 @@ def _settings(
         steps=steps,
         seed=seed,
     )
+    if store is not None:
+        require_unused(open_store(store))
     folder.create(new)
     return new

@@ -23,6 +23,9 @@ from farcast.fleet.records import StepRecord
 SMOOTHING = 5
 """Steps in the moving mean of the reward: one group of prompts is a noisy sample."""
 
+MAX_EVENT = 160
+"""Characters of an event that are shown; the event log keeps all."""
+
 _STATE_STYLE = {
     "serving": "green",
     "staging": "cyan",
@@ -230,6 +233,6 @@ def events_text(events: Sequence[FleetEvent], *, now: float) -> Text:
     for event in events:
         ago = human_seconds(max(0.0, round(now - event.at)))
         text.append(f"{ago:>8} ago  step {event.step:>3}  ", style="dim")
-        text.append(f"{event}\n", style=_EVENT_STYLE.get(event.kind, ""))
+        text.append(f"{str(event)[:MAX_EVENT]}\n", style=_EVENT_STYLE.get(event.kind, ""))
     text.rstrip()
     return text

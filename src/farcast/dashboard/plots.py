@@ -118,7 +118,7 @@ def _draw_compression(axis: Axes, steps: Sequence[StepRecord]) -> None:
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axis.yaxis.set_minor_locator(NullLocator())
-    _legend(axis, "center right")
+    _legend(axis, "lower right")
 
 
 def _legend(axis: Axes, where: str) -> None:

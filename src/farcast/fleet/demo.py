@@ -26,6 +26,8 @@ from farcast.fleet.signals import StopRequest
 KILL_AT = 0.4
 JOIN_AT = 0.6
 LOOK_SECONDS = 0.3
+SENTENCE_PREFIX = "farcast: "
+"""How a command's one sentence on stderr begins."""
 STOP_GRACE = 120.0
 """A trainer asked to stop finishes its step and writes a checkpoint: a minute for a real model."""
 DRAIN_SECONDS = 60.0
@@ -130,7 +132,7 @@ class Supervisor:
     def run(self, stop: StopRequest) -> Outcome:
         """Start everything, follow the schedule, and end with nothing left running."""
         try:
-            pending = self._start()
+            pending = self._start(stop)
             while self._trainer_runs() and not stop.requested:
                 snapshot = self._look()
                 pending = self._follow(pending, snapshot)
@@ -141,7 +143,7 @@ class Supervisor:
         finally:
             self._launcher.close()
 
-    def _start(self) -> list[Moment]:
+    def _start(self, stop: StopRequest) -> list[Moment]:
         """Start the trainer and the replicas that should be there; return what is still to do."""
         past = self._log.read()
         for event in past:
@@ -153,12 +155,23 @@ class Supervisor:
             arguments += ["--cache", str(self._plan.cache.absolute())]
         if self._plan.resume:
             arguments.append("--resume")
-            self._event("resumed", "trainer")
+        began = time.time()
         self._trainer = self._launch("trainer", arguments)
+        if self._plan.resume:
+            self._await_trainer(began, stop)
+            self._event("resumed", "trainer")
         for name in [*self._plan.replicas(), *sorted(joined)]:
             if name not in gone:
                 self._start_worker(name)
         return [m for m in self._plan.schedule() if m.replica not in gone | joined]
+
+    def _await_trainer(self, began: float, stop: StopRequest) -> None:
+        """Until the trainer has spoken: its record of the last sitting may say "done"."""
+        while self._trainer_runs() and not stop.requested:
+            trainer = self._look().trainer
+            if trainer is not None and trainer.updated >= began:
+                return
+            stop.wait(LOOK_SECONDS)
 
     def _follow(self, pending: Sequence[Moment], snapshot: FleetSnapshot) -> list[Moment]:
         """Do what is due; return what is not."""
@@ -187,25 +200,24 @@ class Supervisor:
             if status is None:
                 continue
             del self._workers[name]
-            words = self._last_words(name)
-            self._event("failed" if status else "left", name, words if status else "")
+            self._event("failed" if status else "left", name, self._how(status, name))
             if status and not self._workers:
                 raise ProcessFailedError(
-                    f"The last replica, {name}, ended with status {status}: {words}",
+                    f"The last replica, {name}, {self._how(status, name)}",
                     exit_code=max(status, 1),
                 )
 
     def _trainer_runs(self) -> bool:
         handle = self._trainer
-        if handle is None:
+        status = None if handle is None else self._launcher.poll(handle)
+        if handle is None or status == 0:
             return False
-        status = self._launcher.poll(handle)
-        if status in (None, 0):
-            return status is None
-        words = self._last_words("trainer")
+        if status is None:
+            return True
+        again = f"`farcast demo --resume --out {self._plan.folder.shown}` goes on"
         raise ProcessFailedError(
-            words or f"The trainer ended with status {status} without a word.",
-            exit_code=max(status or 1, 1),
+            f"The trainer {self._how(status, 'trainer')} {again} from its last checkpoint.",
+            exit_code=max(status, 1),
         )
 
     def _drain(self) -> Outcome:
@@ -241,13 +253,20 @@ class Supervisor:
         if self._snapshot is None:
             self._snapshot = FleetSnapshot(None, (), {}, time.time())
         if not self._snapshot.steps:
-            words = self._last_words("trainer")
+            words = last_words(self._plan.folder.log("trainer"))
             self._view.note(words or "starting the trainer")
         self._view.show(self._snapshot)
         return self._snapshot
 
-    def _last_words(self, name: str) -> str:
-        return last_words(self._plan.folder.log(name)).removeprefix("farcast: ")
+    def _how(self, status: int, name: str) -> str:
+        """How a process ended, in its own words if it had any."""
+        log = self._plan.folder.log(name)
+        words = last_words(log)
+        if status < 0:
+            return f"was ended by signal {-status}."
+        if words.startswith(SENTENCE_PREFIX):
+            return f"ended: {words.removeprefix(SENTENCE_PREFIX)}"
+        return f"ended with status {status}; {log} says why ({words[:200]})." if status else ""
 
     def _event(self, kind: EventKind, who: str, text: str = "") -> None:
         snapshot = self._snapshot

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from farcast.errors import ObjectNotFoundError, UnknownVersionError
+from farcast.errors import ObjectNotFoundError, RunMismatchError, UnknownVersionError
 from farcast.lineage import (
     MAX_MANIFEST_BYTES,
     RUN_KEY,
@@ -33,6 +33,16 @@ def open_archive(store: Store) -> Archive:
             f"There is no run in {store.url}; check the URL, or start one with `farcast train`."
         )
     return Archive(store, record.run_id)
+
+
+def require_unused(store: Store) -> None:
+    """Refuse a store that holds a run, before anything of a new one is written anywhere."""
+    record = run_in(store)
+    if record is not None:
+        raise RunMismatchError(
+            f"{store.url} already holds the run {record.run_id}; continue that one with --resume "
+            "where it was started, or use another store prefix."
+        )
 
 
 def versions_in(store: Store) -> Iterator[int]:

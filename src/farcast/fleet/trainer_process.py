@@ -9,6 +9,7 @@ of the steps it lost are void. Refuses to start a second run in a store, and to 
 unless it is told to resume.
 """
 
+import contextlib
 import datetime
 import secrets
 import time
@@ -52,31 +53,34 @@ def run_trainer(
     """Train until the configured step, or until `stop` is requested; checkpointed on return."""
     store = open_store(config.store)
     archive = _open_run(store, config, resume=resume)
-    disable_progress_bar()
-    say(f"preparing the model {config.model}")
-    model = prepare_model(config.model, cache or default_cache(), say)
-    if run_in(store) is None:
-        _create_run(archive, config, model)
-    registry = Registry(store)
-    with (
-        Heartbeat(registry, config.run_id) as heartbeat,
-        Publisher(store, config.run_id, anchor_every=config.train.anchor_every) as publisher,
-    ):
+    with Heartbeat(Registry(store), config.run_id) as heartbeat:
+        model = _prepared(config, cache)
+        if run_in(store) is None:
+            _create_run(archive, config, model)
         say("loading the model")
         policy = Policy(load_module(model), config.train)
-        receiver = TrajectoryReceiver(store, config.run_id)
-        recorder = _Recorder(config, registry, heartbeat, receiver)
-        trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop)
-        if trainer.resume() or resume:
-            recorder.resumed_from = trainer.step
-            say(f"resuming after step {trainer.step}")
-        recorder.first_version(policy, publisher, trainer.step)
-        heartbeat.update(state="training", step=trainer.step, version=trainer.version)
-        trainer.run()
-        receiver.close()
+        with (
+            Publisher(store, config.run_id, anchor_every=config.train.anchor_every) as publisher,
+            contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
+        ):
+            recorder = _Recorder(config, Registry(store), heartbeat, receiver)
+            trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop)
+            if trainer.resume() or resume:
+                recorder.resumed_from = trainer.step
+                say(f"resuming after step {trainer.step}")
+            recorder.first_version(policy, publisher, trainer.step)
+            heartbeat.update(state="training", step=trainer.step, version=trainer.version)
+            trainer.run()
         done = trainer.step >= config.train.steps
         heartbeat.update(state="done" if done else "stopped")
         say(f"{'done' if done else 'stopped'} after step {trainer.step}")
+
+
+def _prepared(config: RunConfig, cache: Path | None) -> Path:
+    """The model's folder. What takes long says so."""
+    disable_progress_bar()
+    say(f"preparing the model {config.model}")
+    return prepare_model(config.model, cache or default_cache(), say)
 
 
 def _open_run(store: Store, config: RunConfig, *, resume: bool) -> Archive:
