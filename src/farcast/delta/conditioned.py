@@ -79,6 +79,10 @@ class Parameters:
     def classes(self) -> int:
         return self.last - self.first + 1
 
+    @property
+    def nbytes(self) -> int:
+        return 2 + 3 * len(self.rows)
+
     def pack(self) -> bytes:
         words = [sum(int(p) << s for p, s in zip(row, _PLACES, strict=True)) for row in self.rows]
         return bytes((self.first, self.last)) + b"".join(w.to_bytes(3, "little") for w in words)
@@ -185,14 +189,15 @@ def find_changes(
 MAX_CHANGE_BYTES = 48
 """Four numbers of at most 94 bits and a sign."""
 
-BUCKETS = 16 + 60 * 8
+BUCKETS = 16 + 28 * 8
+"""Up to 2^32; larger numbers share the last bucket, as no parameter suits them."""
 
 
 @cache
 def _cost_tables() -> tuple[Floats, Floats]:
     """Bits that a number of each bucket takes under each Rice and each Golomb parameter."""
     low = np.arange(16, dtype=np.float64)
-    high = [(8 + i) * 2.0 ** (length - 3) for length in range(4, 64) for i in range(8)]
+    high = [(8 + i) * 2.0 ** (length - 3) for length in range(4, 32) for i in range(8)]
     middle = np.array(high) * (1 + 1 / 34)  # less than half of a bucket's width off
     values = np.concatenate([low, np.floor(middle)])[:, None]
     parameters = np.arange(31)
@@ -215,7 +220,9 @@ class Statistics:
         seen = np.zeros((6, classes, BUCKETS))
         for block in blocks:
             _kernels().measure(classes, block.bounds, block.gap, block.size, seen)
-        rice, golomb = _cost_tables()
+        used = int(np.flatnonzero(seen.sum(axis=(0, 1))).max(initial=0)) + 1
+        rice, golomb = (table[:used] for table in _cost_tables())
+        seen = seen[:, :, :used]
         self.costs = np.stack([seen[i] @ (golomb if i in (0, 2) else rice) for i in range(6)])
 
     def best(self, first: int, last: int) -> Parameters:

@@ -268,6 +268,7 @@ def bucket(value):
     """Numbers below 16 have their own bucket, larger ones share an eighth of an octave."""
     if value < np.uint64(16):
         return np.int64(value)
+    value = min(value, np.uint64(0xFFFFFFFF))
     length = 63 - _leading(value)
     return np.int64(16 + (length - 4) * 8) + np.int64(
         (value >> np.uint64(length - 3)) & np.uint64(7)

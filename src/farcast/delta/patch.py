@@ -184,7 +184,7 @@ class _Writer:
         ]
         least = min(range(len(costs)), key=costs.__getitem__, default=-1)
         saved = costs[least] - statistics.bits(own) if least >= 0 else sys.maxsize
-        if saved <= 8 * len(own.pack()) or (least >= 0 and len(costs) == MAX_TABLES):
+        if saved <= 8 * own.nbytes or (least >= 0 and len(costs) == MAX_TABLES):
             return least
         self._tables.append((dtype, own))
         return len(self._tables) - 1
