@@ -28,6 +28,11 @@ def test_a_layer_called_module_keeps_its_name() -> None:
     assert canonical_names(names) == {name: name for name in names}
 
 
+def test_a_layer_called_module_keeps_its_name_under_a_wrapper_too() -> None:
+    wrapped = {"_orig_mod.module.w": "module.w", "_orig_mod.head.w": "head.w"}
+    assert canonical_names(wrapped) == wrapped
+
+
 def test_names_that_fall_together_are_refused() -> None:
     with pytest.raises(TensorMismatchError, match=r"'a\._orig_mod\.w'"):
         canonical_names(["a.w", "a._orig_mod.w"])

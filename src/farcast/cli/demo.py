@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from farcast.cli import options
 from farcast.config import parse_link
+from farcast.errors import MissingDependencyError
 from farcast.fleet.layout import RunFolder, fresh, newest
 from farcast.fleet.presets import DEFAULT_MODEL, PRESETS, run_config
 
@@ -104,6 +106,10 @@ def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
     from farcast.fleet.summary import summarise
     from farcast.store import open_store
 
+    if find_spec("matplotlib") is None:  # before an hour of training, not after it
+        raise MissingDependencyError(
+            "The demo draws a plot with matplotlib; install farcast[demo]."
+        )
     folder = plan.folder
     began = time.monotonic()
     if _supervise(plan, console) == "stopped":

@@ -15,7 +15,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from farcast.errors import FarcastError, FormatError, IntegrityError, UnknownVersionError
+from farcast.errors import (
+    FarcastError,
+    FormatError,
+    IntegrityError,
+    TargetUncertainError,
+    UnknownVersionError,
+)
 from farcast.replica import Staged, Subscriber
 from farcast.types import VersionRef
 
@@ -75,6 +81,13 @@ class Follower:
                     return
                 _LOG.warning("No newer version could be staged: %s", error)
                 wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+            except Exception as error:  # noqa: BLE001 - serving on silently would hide a bug
+                self.failure = TargetUncertainError(
+                    f"Following the run failed unexpectedly ({type(error).__name__}); "
+                    "restart this replica and report it."
+                )
+                self.failure.__cause__ = error
+                return
             else:
                 wait = self._poll_seconds
                 if moved:

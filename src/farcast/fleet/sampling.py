@@ -93,6 +93,7 @@ class Sampler:
             task=config.task,
             sampling=config.sampling,
             engine_name=ENGINE_NAME,
+            seed=config.train.seed,
             report=_Report(engine, reporter),
             stop=lambda: stop.requested or trainer.done,
         )

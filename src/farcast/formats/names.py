@@ -3,8 +3,7 @@
 Wrappers put their own attribute into names: `torch.compile` `_orig_mod`, FSDP
 `_fsdp_wrapped_module`, activation checkpointing `_checkpoint_wrapped_module`, DDP a leading
 `module`. The first three are reserved words and go wherever they stand. `module` is a fair name
-for a layer, so it goes only where a wrapper must have put it: in front of every name, or right
-behind another wrapper's.
+for a layer, so it goes only where a wrapper must have put it: in front of every name.
 """
 
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """
     given = list(names)
     bare = {name: _without_wrappers(name.split(".")) for name in given}
+    # DDP wraps all or nothing, so one name without its word shows that `module` is a layer here.
     if given and all(parts[0] == _DDP and len(parts) > 1 for parts in bare.values()):
         bare = {name: parts[1:] for name, parts in bare.items()}
     out = {name: ".".join(parts) for name, parts in bare.items()}
@@ -37,8 +37,4 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _without_wrappers(parts: list[str]) -> list[str]:
-    kept = [part for part in parts if part not in _WRAPPERS]
-    wrapped_outside = len(parts) > 1 and parts[0] in _WRAPPERS
-    if wrapped_outside and len(kept) > 1 and kept[0] == _DDP:
-        return kept[1:]
-    return kept
+    return [part for part in parts if part not in _WRAPPERS]

@@ -94,6 +94,7 @@ class Worker:
         task: TaskConfig,
         sampling: SamplingConfig,
         engine_name: str = "",
+        seed: int = 0,
         report: Callable[[WorkerCounters], None] = lambda _: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -105,6 +106,7 @@ class Worker:
         self._task = task
         self._sampling = sampling
         self._engine_name = engine_name
+        self._seed = seed
         self._report = report
         self._stop = stop
         self._session = secrets.token_hex(6)
@@ -189,9 +191,10 @@ class Worker:
             self._in_flight.append(pool.submit(self._submit, group))
 
     def _draw(self) -> _Drawn:
-        """The next task. Seeds come from this worker's id, from where its sequence stood at the
-        start, and from a count, so that neither another worker nor a restart draws them again."""
-        seed = seed_of(self._sender.worker_id, self._first_sequence or 0, self._drawn)
+        """The next task. Seeds come from the run's seed, this worker's id, where its sequence stood
+        at the start, and a count, so that neither another worker nor a restart draws them again."""
+        first = self._first_sequence or 0
+        seed = seed_of(self._seed, self._sender.worker_id, first, self._drawn)
         group_id = f"{self._session}-{self._drawn:06d}"
         self._drawn += 1
         task = self._environment.task(seed)
