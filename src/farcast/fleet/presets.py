@@ -34,7 +34,7 @@ PRESETS = {
         ),
         sampling=SamplingConfig(max_new_tokens=8, batch_groups=4),
         train=TrainConfig(
-            steps=40,
+            steps=24,
             learning_rate=5e-6,
             group_size=8,
             groups_per_step=8,
@@ -52,7 +52,7 @@ PRESETS = {
         sampling=SamplingConfig(max_new_tokens=12, batch_groups=4),
         train=TrainConfig(
             steps=8,
-            learning_rate=1e-3,
+            learning_rate=3e-3,
             group_size=8,
             groups_per_step=8,
             checkpoint_every=2,
