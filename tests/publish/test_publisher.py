@@ -373,3 +373,12 @@ def test_secrets_of_the_environment_appear_nowhere(
     assert "SENTINELSECRET" not in caplog.text
     assert "SENTINELSECRET" not in repr(publisher)
     assert not any(b"SENTINELSECRET" in data for data in contents(store).values())
+
+
+def test_a_step_taken_again_gets_its_own_number_where_that_is_asked_for() -> None:
+    store = MemoryStore()
+    served = {"w": np.arange(8, dtype=np.float32)}
+    first = Publisher(store, RUN).publish(served, 1)
+    again = Publisher(store, RUN, repeats=False).publish(served, 1)
+    assert (again.version, again.root) == (first.version + 1, first.root)
+    assert Archive(store, RUN).restore(again.version).ref == again

@@ -60,7 +60,11 @@ def run_trainer(
         say("loading the model")
         policy = Policy(load_module(model), config.train)
         with (
-            Publisher(store, config.run_id, anchor_every=config.train.anchor_every) as publisher,
+            # A step taken again after a crash has a record of its own, so it needs a version of
+            # its own, even if it comes to the same weights.
+            Publisher(
+                store, config.run_id, anchor_every=config.train.anchor_every, repeats=False
+            ) as publisher,
             contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
         ):
             recorder = _Recorder(config, Registry(store), heartbeat, receiver)

@@ -3,7 +3,8 @@
 Wrappers put their own attribute into names: `torch.compile` `_orig_mod`, FSDP
 `_fsdp_wrapped_module`, activation checkpointing `_checkpoint_wrapped_module`, DDP a leading
 `module`. The first three are reserved words and go wherever they stand. `module` is a fair name
-for a layer, so it goes only where a wrapper must have put it: in front of every name.
+for a layer, so it goes only where a wrapper must have put it: in front of every name, or of every
+name that another wrapper stands in front of. One name without it shows that it is a layer's.
 """
 
 from collections.abc import Iterable
@@ -21,9 +22,10 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """
     given = list(names)
     bare = {name: _without_wrappers(name.split(".")) for name in given}
-    # DDP wraps all or nothing, so one name without its word shows that `module` is a layer here.
-    if given and all(parts[0] == _DDP and len(parts) > 1 for parts in bare.values()):
-        bare = {name: parts[1:] for name, parts in bare.items()}
+    wrapped = [name for name in given if name.partition(".")[0] in _WRAPPERS]
+    for together in (wrapped, given):
+        if together and all(bare[name][0] == _DDP and len(bare[name]) > 1 for name in together):
+            bare |= {name: bare[name][1:] for name in together}
     out = {name: ".".join(parts) for name, parts in bare.items()}
     owners: dict[str, str] = {}
     for name, canonical in out.items():

@@ -39,6 +39,7 @@ class Drafting:
     anchor_every: int
     squash: int | None
     part_bytes: int
+    repeats: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ def draft_version(
     changes = _Changes(how, base, history, target, tally)
     if base.newest is not None and base.weights is not None:
         changes.put_delta(base.newest, base.weights)
-        if (root_of(tally.entries), step) == (base.newest.root, base.newest.step):
+        same = (root_of(tally.entries), step) == (base.newest.root, base.newest.step)
+        if same and how.repeats:
             return _draft(base.newest, changes, started, repeated=True)
         changes.put_squashed()
     version = base.version + 1

@@ -10,7 +10,7 @@ The rules:
  4. A place taken by anybody else's manifest fences this publisher for good: two trainers on one
     run would tear it apart, and only one of them can win.
  5. Publishing exactly what the newest version holds, for the same step, changes nothing: a
-    trainer that comes back may repeat its last step.
+    trainer that comes back may repeat its last step. `repeats=False` gives it the next number.
  6. What is given is never written into, and may be overwritten as soon as a call returns.
 
 Refuses to gather shards, to derive served tensors from master weights, and to retry.
@@ -78,6 +78,7 @@ class Publisher:
         served_format: str = "bf16",
         writer: str | None = None,
         reanchor: bool = False,
+        repeats: bool = True,
         part_bytes: int = PART_BYTES,
         workers: int = 4,
     ) -> None:
@@ -94,6 +95,7 @@ class Publisher:
             anchor_every=anchor_every,
             squash=squash,
             part_bytes=part_bytes,
+            repeats=repeats,
         )
         self._reanchor = reanchor
         self._turn = threading.Lock()
