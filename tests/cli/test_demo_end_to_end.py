@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.timeout(400)  # whole runs, several processes on few cores
+
 STEPS = 8
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
