@@ -12,6 +12,7 @@ import torch
 
 from farcast.errors import ConfigError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -21,7 +22,7 @@ def compute_dtype(device: str = "cpu") -> torch.dtype:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `ConfigError` unless this looks like a Hugging Face folder with weights."""
+    """Raise `ConfigError` unless this is a Hugging Face folder with weights and tokenizer."""
     if not folder.is_dir():
         raise ConfigError(
             f"There is no model folder {folder}; name a local Hugging Face folder, "
@@ -31,6 +32,8 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} has no config.json; name a whole Hugging Face model folder.")
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
         raise ConfigError(f"{folder} has no *.safetensors; farcast reads no other weights.")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"{folder} has no tokenizer.json; save the model's tokenizer there too.")
 
 
 def load_module(folder: Path, device: str = "cpu") -> Any:

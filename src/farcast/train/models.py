@@ -50,15 +50,17 @@ def prepare_model(name: str, cache: Path, say: Say = lambda _: None) -> Path:
     if final.is_dir():
         return final
     part = final.with_name(f"{final.name}.{os.getpid()}.part")
+    from safetensors import SafetensorError
+
     try:
         part.mkdir(parents=True)
         builder(part, say)
         part.rename(final)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if final.is_dir():  # another process was quicker
             return final
         raise ConfigError(
-            f"The model could not be prepared in {cache} ({error.strerror or error}); "
+            f"The model could not be prepared in {cache} ({error}); "
             "make room or name another folder with --cache."
         ) from error
     finally:
