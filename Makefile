@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test test-full check clean
 
 help:
-	@echo "make demo       train a real small model with far-away rollouts (about 15 minutes)"
+	@echo "make demo       train a real small model with far-away rollouts (about ten minutes, and a few to set up)"
 	@echo "make test       style, types and tests (under 10 minutes on 2 cores)"
 	@echo "make test-full  the longer checks too"
 	@echo "make setup      only build the environment in $(VENV)"
