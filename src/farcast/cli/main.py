@@ -10,6 +10,7 @@ import typer
 
 from farcast import __version__
 from farcast.cli import boundary
+from farcast.cli.bench import bench
 from farcast.cli.demo import demo
 from farcast.cli.inspect import inspect
 from farcast.cli.plan import plan
@@ -60,6 +61,7 @@ app.command(rich_help_panel="Look")(status)
 app.command(rich_help_panel="Look")(inspect)
 app.command(rich_help_panel="Look")(plan)
 app.command(rich_help_panel="Look")(verify)
+app.add_typer(bench, rich_help_panel="Look")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

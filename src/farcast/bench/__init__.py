@@ -1,0 +1,1 @@
+"""Benchmarks, compared in one run with what a user would pick instead."""

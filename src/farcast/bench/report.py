@@ -1,0 +1,101 @@
+"""Rows as tables for a person."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from farcast.bench.measure import Row
+from farcast.bench.suite import Machine
+
+WIDE = 112
+"""Columns of a terminal that also show two cores and scratch memory."""
+
+_HEADINGS = ("coding", "bits", "/bound", "factor", "encode", "/copy", "decode", "/copy")
+_WIDE_HEADINGS = ("2 cores", "scratch MiB")
+
+
+def show(rows: Sequence[Row], machine: Machine, console: Console) -> None:
+    """All tables, one for each change, and how to read them."""
+    wide = console.width >= WIDE
+    for _, group in groupby(rows, key=lambda row: (row.data, row.hop)):
+        console.print(table_of(list(group), wide=wide))
+    console.print(_notes(rows, machine, wide=wide))
+
+
+def table_of(rows: Sequence[Row], *, wide: bool) -> Group:
+    """The codings on one change; the smallest is green."""
+    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), pad_edge=False, header_style="dim")
+    for heading in _HEADINGS + (_WIDE_HEADINGS if wide else ()):
+        table.add_column(heading, justify="left" if heading == "coding" else "right", no_wrap=True)
+    smallest = min(row.bits_per_changed for row in rows)
+    for row in rows:
+        cells = [Text(cell) for cell in _cells(row) + (_wide_cells(row) if wide else [])]
+        if row.bits_per_changed == smallest:
+            cells[1].stylize("green")
+        table.add_row(*cells, style="bold" if row.origin == "own" else "")
+    return Group(*_heading(rows[0]), table, Text())
+
+
+def _heading(row: Row) -> tuple[Text, Padding]:
+    title = Text(f"{row.data}, {row.hop}", style="bold cyan")
+    counted = f"{row.changed:,} of {row.elements:,} elements changed ({100 * row.density:.4g} %)"
+    bound = f"bound {row.bound_bits:.2f} bits a changed element"
+    if row.bound_independent_bits > row.bound_bits:
+        bound += f", {row.bound_independent_bits:.2f} if positions were independent"
+    title.append(f"   {counted}", style="not bold default")
+    return title, Padding(Text(bound, style="dim"), (0, 0, 0, 2))
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        _short(row.coding),
+        f"{row.bits_per_changed:.2f}",
+        f"{row.over_bound:.2f}",
+        f"{row.factor:,.1f}x" if row.factor < 100 else f"{row.factor:,.0f}x",
+        f"{row.encode_gb_s:.2f}{'*' if row.own_threads else ''}",
+        f"{row.encode_of_memcpy:.2f}",
+        f"{row.decode_gb_s:.2f}",
+        f"{row.decode_of_memcpy:.2f}",
+    ]
+
+
+def _wide_cells(row: Row) -> list[str]:
+    mib = [n / (1 << 20) for n in (row.encode_scratch_bytes, row.decode_scratch_bytes)]
+    return [_pair(row.encode_two_cores, row.decode_two_cores), f"{mib[0]:.1f} / {mib[1]:.1f}"]
+
+
+def _pair(encode: float | None, decode: float | None) -> str:
+    return "" if encode is None or decode is None else f"{encode:.2f}x / {decode:.2f}x"
+
+
+def _short(name: str) -> str:
+    """The coding without the projects that use it, which the notes name."""
+    return name.partition(" (")[0]
+
+
+def _notes(rows: Iterable[Row], machine: Machine, *, wide: bool) -> Text:
+    text = Text(style="dim")
+    text.append(
+        "bits: a changed element. /bound: of positions given the old exponent or code. encode, "
+        "decode: GB/s of the whole served version, one core. /copy: of a memcpy of the same bytes "
+        f"in the same minute.{' Pairs: encode / decode.' if wide else ''} Every decoding was "
+        "compared with its target, bit for bit.\n"
+        "Only farcast's bytes hold names, shapes and digests. 'Digests apart': those of the "
+        "tensors at hand, as the others make none. *: threads of its own.\n"
+    )
+    used = dict.fromkeys(row.coding for row in rows if "(" in row.coding)
+    text.append(
+        "Written anew from published descriptions, or a package: " + "; ".join(used) + ".\n"
+    )
+    text.append(f"{machine.processor}, {machine.cores} cores, load {machine.load:.1f}.")
+    if machine.is_busy:
+        text.append(
+            " The machine was busy with other work: ratios hold better than speeds, and two "
+            "cores gain less than they would.",
+            style="not dim yellow",
+        )
+    return text
