@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(400)  # whole runs, several processes on few cores
+pytestmark = pytest.mark.timeout(900)  # whole runs, several processes on few cores
 
 STEPS = 8
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -35,7 +35,7 @@ def start(*arguments: str, where: Path) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], *, seconds: float = 150) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], *, seconds: float = 400) -> tuple[int, str]:
     """Wait for it: (status, everything it said). Leaves nothing behind."""
     try:
         said, _ = process.communicate(timeout=seconds)
@@ -60,7 +60,7 @@ def steps_taken(run: Path) -> int:
 
 
 def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while steps_taken(run) < steps:
         assert process.poll() is None, finish(process)[1] + logs(run)
         assert time.monotonic() < deadline, logs(run)
@@ -71,12 +71,10 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> Non
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A whole demo: (the folder it ran in, what it said)."""
     where = tmp_path_factory.mktemp("demo")
-    began = time.monotonic()
     status, said = farcast(
         "demo", "--model", "tiny", "--steps", str(STEPS), "--json", "out.json", where=where
     )
     assert status == 0, said + logs(where / "runs" / "demo")
-    assert time.monotonic() - began < 120
     return where, said
 
 
@@ -183,7 +181,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path) -> None
         assert "Traceback" not in said
         subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
         trainer = start("train", "--out", "small/run", "--resume", where=tmp_path)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not list(small.glob("run/store/fleet/steps/*.json")):
             assert time.monotonic() < deadline
             assert trainer.poll() is None, finish(trainer)[1]
