@@ -26,9 +26,7 @@ _MOST_SHARE = 2.2
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """Write the figure; the file's suffix chooses PNG, PDF or SVG."""
-    figure = Figure(
-        figsize=(13, 6.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
-    )
+    figure = Figure(figsize=(13, 7), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_bits(left, rows)
     _draw_speeds(right, rows)
@@ -112,7 +110,7 @@ def _scale_bits(axis: Axes) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=8, loc="upper right")
+    axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(-0.02, -0.12))
 
 
 def _draw_speeds(axis: Axes, rows: Sequence[Row]) -> None:
