@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from farcast.bench.data import Change, words_of
-from farcast.delta import TensorBits, nbytes_of
+from farcast.bench.data import Change
+from farcast.delta import TensorBits, nbytes_of, words_of
 from farcast.lineage import RunRecord
 from farcast.publish import Publisher
 from farcast.store import Store

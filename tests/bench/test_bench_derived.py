@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from recordings import served, weights
 
-from farcast.bench.data import Change, words_of
+from farcast.bench.data import Change
 from farcast.bench.derived import (
     QUANTISERS,
     derive,
@@ -17,6 +17,7 @@ from farcast.bench.derived import (
     to_bf16,
 )
 from farcast.bench.synthetic import synthetic
+from farcast.delta import words_of
 
 
 def change() -> Change:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from farcast.bench.data import Change, Words, words_of
+from farcast.bench.data import Change
 from farcast.bench.ordered import EXPONENTS, Integers, to_ordered
-from farcast.delta import TensorBits
+from farcast.delta import TensorBits, Words, words_of
 
 Floats = npt.NDArray[np.float64]
 Kind = tuple[str, bool]

@@ -21,9 +21,8 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from farcast.delta import TensorBits, word_bytes
+from farcast.delta import TensorBits, Words, word_bytes, words_of
 from farcast.errors import ConfigError, FormatError
 from farcast.replica.shards import read_shard
 
@@ -31,7 +30,6 @@ BASE = "base.safetensors"
 DELTAS = "deltas.npz"
 HOPS = "hops.json"
 
-Words = npt.NDArray[Any]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -69,12 +67,6 @@ class Change:
     @property
     def is_anchor(self) -> bool:
         return not self.base
-
-
-def words_of(bits: TensorBits) -> Words:
-    """The tensor as unsigned little-endian words, a view."""
-    words: Words = bits.data.view(f"<u{word_bytes(bits.dtype)}")
-    return words
 
 
 class Recording:

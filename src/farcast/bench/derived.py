@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from farcast.bench.data import Change, words_of
-from farcast.delta import TensorBits
+from farcast.bench.data import Change
+from farcast.delta import TensorBits, words_of
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]

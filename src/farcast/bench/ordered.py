@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from farcast.bench.data import Words
-from farcast.delta import word_bytes
+from farcast.delta import Words, word_bytes
 
 Integers = npt.NDArray[np.int64]
 

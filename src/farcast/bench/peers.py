@@ -14,9 +14,9 @@ import numpy.typing as npt
 import zstandard
 
 from farcast.bench.codings import Buffers, Coding, Encoded
-from farcast.bench.data import Change, Words, words_of
+from farcast.bench.data import Change
 from farcast.bench.ordered import from_ordered, to_ordered
-from farcast.delta import TensorBits, word_bytes
+from farcast.delta import TensorBits, Words, word_bytes, words_of
 
 Positions = npt.NDArray[np.int64]
 Squeeze = Callable[[bytes], bytes]

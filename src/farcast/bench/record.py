@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farcast.bench.data import BASE, DELTAS, HOPS, HopRecord, words_of
+from farcast.bench.data import BASE, DELTAS, HOPS, HopRecord
+from farcast.delta import words_of
 from farcast.errors import ConfigError, UnknownVersionError
 from farcast.fleet.finding import open_archive, versions_in
 from farcast.replica.shards import check_writable, plan_shard

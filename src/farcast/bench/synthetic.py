@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from farcast.bench.data import Change, words_of
+from farcast.bench.data import Change
 from farcast.bench.derived import Floats, floats_of, to_bf16
-from farcast.delta import TensorBits
+from farcast.delta import TensorBits, words_of
 
 SAMPLE = 1 << 21
 """Words the step's size is searched on. Below a density of 1e-5 they hold too few changes."""

@@ -1,6 +1,5 @@
 """`farcast demo`: the whole thing on one machine, watched and verified."""
 
-import secrets
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ from farcast.cli import options
 from farcast.config import parse_link
 from farcast.errors import MissingDependencyError
 from farcast.fleet.layout import RunFolder, fresh, newest
-from farcast.fleet.presets import DEFAULT_MODEL, PRESETS, run_config
+from farcast.fleet.presets import DEFAULT_MODEL, PRESETS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,8 +70,6 @@ def demo(
     from rich.console import Console
 
     from farcast.fleet.demo import DemoSettings, new_plan, resumed_plan
-    from farcast.fleet.finding import require_unused
-    from farcast.store import open_store
 
     options.check_writable(json)
     if link is not None:
@@ -82,16 +79,7 @@ def demo(
         plan = resumed_plan(folder, steps=steps, workers=workers, link=link, kill=not no_kill)
     else:
         folder = fresh(DEFAULT_OUT) if out is None else RunFolder(out)
-        config = run_config(
-            model,
-            run_id=f"{options.name_of(folder.path)}-{secrets.token_hex(3)}",
-            store=store or folder.store.as_uri(),
-            out=folder.path,
-            steps=steps,
-            seed=seed,
-        )
-        if store is not None:
-            require_unused(open_store(store))
+        config = options.new_run(folder, model=model, store=store, steps=steps, seed=seed)
         settings = DemoSettings(workers=workers or 2, link=link, kill=not no_kill)
         plan = new_plan(folder, config, settings)
     _run(plan._replace(cache=cache), Console(), json)

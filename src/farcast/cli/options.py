@@ -1,6 +1,7 @@
 """Options that several commands share, each with one meaning everywhere."""
 
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +9,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from farcast.config import RunConfig
 from farcast.errors import ConfigError
+from farcast.fleet.layout import RunFolder
+from farcast.fleet.presets import run_config
 
 Store = Annotated[
     str,
@@ -52,6 +56,27 @@ def check_writable(path: Path | None) -> None:
         raise ConfigError(
             f"The file {path} cannot be written ({error.strerror}); name another one."
         ) from error
+
+
+def new_run(
+    folder: RunFolder, *, model: str, store: str | None, steps: int | None, seed: int
+) -> RunConfig:
+    """The configuration of a run that starts in `folder`; its store is there unless one is named,
+    and a named one must be free."""
+    from farcast.fleet.finding import require_unused
+    from farcast.store import open_store
+
+    config = run_config(
+        model,
+        run_id=f"{name_of(folder.path)}-{secrets.token_hex(3)}",
+        store=store or folder.store.as_uri(),
+        out=folder.path,
+        steps=steps,
+        seed=seed,
+    )
+    if store is not None:
+        require_unused(open_store(store))
+    return config
 
 
 def write_json(path: Path | None, result: msgspec.Struct | Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """`farcast train`: the trainer of a run, for a cluster of its own."""
 
-import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from farcast.cli import options
 from farcast.config import RunConfig, decode_config
 from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
-from farcast.fleet.presets import DEFAULT_MODEL, PRESETS, run_config
+from farcast.fleet.presets import DEFAULT_MODEL, PRESETS
 
 
 def train(
@@ -74,21 +73,9 @@ def _settings(
             return decode_config(config.read_bytes(), RunConfig)
         except FileNotFoundError:
             raise ConfigError(f"There is no file {config}; name a RunConfig file.") from None
-    from farcast.fleet.finding import require_unused
-    from farcast.store import open_store
-
     folder = RunFolder(out)
     if resume:
         return folder.read_config()
-    new = run_config(
-        model,
-        run_id=f"{options.name_of(folder.path)}-{secrets.token_hex(3)}",
-        store=store or folder.store.as_uri(),
-        out=folder.path,
-        steps=steps,
-        seed=seed,
-    )
-    if store is not None:
-        require_unused(open_store(store))
+    new = options.new_run(folder, model=model, store=store, steps=steps, seed=seed)
     folder.create(new)
     return new

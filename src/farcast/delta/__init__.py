@@ -4,7 +4,16 @@
 `encode_bits` and `Patch` are what the layers above use.
 """
 
-from farcast.delta.bits import TensorBits, all_bits, from_bits, nbytes_of, to_bits, word_bytes
+from farcast.delta.bits import (
+    TensorBits,
+    Words,
+    all_bits,
+    from_bits,
+    nbytes_of,
+    to_bits,
+    word_bytes,
+    words_of,
+)
 from farcast.delta.identity import entry_of, root_of, tensor_digest
 from farcast.delta.patch import EncodedDelta, Patch, PatchEntry, apply, encode, encode_bits
 
@@ -13,6 +22,7 @@ __all__ = [
     "Patch",
     "PatchEntry",
     "TensorBits",
+    "Words",
     "all_bits",
     "apply",
     "encode",
@@ -24,4 +34,5 @@ __all__ = [
     "tensor_digest",
     "to_bits",
     "word_bytes",
+    "words_of",
 ]

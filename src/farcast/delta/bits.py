@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from farcast.errors import FormatError, LimitError
 
 Bytes = npt.NDArray[np.uint8]
+Words: TypeAlias = npt.NDArray[np.unsignedinteger]
 
 MAX_DIMENSIONS = 16
 MAX_TENSOR_BYTES = 1 << 42
@@ -141,6 +142,18 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 def word_bytes(dtype: str) -> int:
     """Bytes of one word of the delta: an element, half of a C128, or two packed F4 codes."""
     return min(8, max(1, BITS_PER_ELEMENT[dtype] // 8))
+
+
+def words_of(bits: TensorBits) -> Words:
+    """The bits as unsigned little-endian words, a view: one an element, two for C128, one for
+    each two packed F4 codes."""
+    return as_words(bits.data, word_bytes(bits.dtype))
+
+
+def as_words(data: Bytes, width: int) -> Words:
+    """Raw bytes as unsigned little-endian words of `width` bytes, a view."""
+    words: Words = data.view(f"<u{width}")
+    return words
 
 
 def to_bits(tensor: Any) -> TensorBits:

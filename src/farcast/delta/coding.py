@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from farcast.delta.bits import Bytes
+from farcast.delta.bits import Bytes, Words, as_words
 from farcast.errors import FormatError
 
 LEVEL = 3
@@ -28,16 +28,10 @@ entropy. Higher levels find matches that cost more than the literals (11.3 at 3)
 
 _GAP_BYTES = 8
 
-Words = npt.NDArray[np.unsignedinteger]
-
-
-def words_of(data: Bytes, width: int) -> Words:
-    return cast(Words, data.view(f"<u{width}"))
-
 
 def changed_positions(base: Bytes, target: Bytes, width: int) -> npt.NDArray[np.int64]:
     """Indices of words that differ, ascending."""
-    return np.flatnonzero(words_of(base, width) != words_of(target, width)).astype(np.int64)
+    return np.flatnonzero(as_words(base, width) != as_words(target, width)).astype(np.int64)
 
 
 def fold(difference: Words) -> Words:
@@ -58,7 +52,7 @@ def encode_sparse(
 ) -> bytes:
     """Code the words of `target` at `positions` against those of `base`."""
     gaps = np.diff(positions, prepend=np.int64(-1)) - 1
-    old, new = words_of(base, width)[positions], words_of(target, width)[positions]
+    old, new = as_words(base, width)[positions], as_words(target, width)[positions]
     return _pack_planes(gaps.astype("<u8"), LEVEL) + _pack_planes(fold(new - old), LEVEL)
 
 
@@ -69,7 +63,7 @@ def decode_sparse(
 
     Raises `FormatError` before the first write when anything does not fit.
     """
-    words = words_of(buffer, width)
+    words = as_words(buffer, width)
     if changed > words.size:
         raise FormatError("A delta changes more words than its tensor has; fetch it again.")
     gaps, rest = _unpack_planes(blob, changed, _GAP_BYTES)
@@ -86,7 +80,7 @@ def decode_sparse(
 def encode_full(target: Bytes, width: int, *, signed: bool) -> bytes:
     """`signed` words carry a sign above an exponent: turned left by one bit, their highest
     plane is the exponent alone, and the sign joins the mantissa it resembles."""
-    words = words_of(target, width)
+    words = as_words(target, width)
     if not signed:
         return _pack_planes(words, LEVEL)
     return _pack_planes(_turn(words, 1), LITERAL_LEVEL)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from farcast.delta.bits import Bytes, word_bytes
+from farcast.delta.bits import Bytes, as_words, word_bytes
 from farcast.errors import FormatError, IntegrityError
 
 BLOCK_WORDS = 1 << 20
@@ -133,13 +133,9 @@ def field_of(dtype: str) -> Field:
     return FIELDS.get(dtype, PLAIN)
 
 
-def words_of(data: Bytes, dtype: str) -> npt.NDArray[np.unsignedinteger]:
-    return data.view(f"<u{word_bytes(dtype)}")
-
-
 def _constant(data: Bytes, dtype: str) -> npt.NDArray[np.unsignedinteger]:
     """A read-only view, so that the kernels are compiled once and not once for each kind."""
-    view = words_of(data, dtype).view()
+    view = as_words(data, word_bytes(dtype)).view()
     view.flags.writeable = False
     return view
 
@@ -280,7 +276,7 @@ def read_blocks(
     field = field_of(dtype)
     if end + 8 > data.size or table.first > table.last or table.last > field.mask:
         raise FormatError("A delta's table does not fit its tensor; refuse its source.")
-    words, constant = words_of(buffer, dtype), _constant(buffer, dtype)
+    words, constant = as_words(buffer, word_bytes(dtype)), _constant(buffer, dtype)
     args = (
         np.uint64(field.shift),
         np.uint8(field.mask),

@@ -12,7 +12,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from farcast.delta import conditioned
-from farcast.delta.bits import Bytes, TensorBits, all_bits, from_bits, nbytes_of, word_bytes
+from farcast.delta.bits import (
+    Bytes,
+    TensorBits,
+    all_bits,
+    from_bits,
+    nbytes_of,
+    word_bytes,
+    words_of,
+)
 from farcast.delta.coding import (
     changed_positions,
     decode_full,
@@ -28,7 +36,6 @@ from farcast.delta.conditioned import (
     class_range,
     find_changes,
     read_blocks,
-    words_of,
     write_blocks,
 )
 from farcast.delta.container import (
@@ -173,7 +180,7 @@ class _Writer:
     def _range(self, dtype: str) -> tuple[int, int]:
         if dtype not in self._ranges:
             same = (bits for bits in self._base.values() if bits.dtype == dtype)
-            self._ranges[dtype] = class_range(dtype, [words_of(bits.data, dtype) for bits in same])
+            self._ranges[dtype] = class_range(dtype, [words_of(bits) for bits in same])
         return self._ranges[dtype]
 
     def _table(self, dtype: str, statistics: Statistics, first: int, last: int) -> int:

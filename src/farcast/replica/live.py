@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from farcast.delta import TensorBits, entry_of
+from farcast.delta import TensorBits, entry_of, words_of
 from farcast.errors import TargetChangedError, TargetError, TensorMismatchError
 from farcast.replica.base import Check, Draft, Goal, Target
-from farcast.replica.words import Positions, Words, words_of
+from farcast.replica.words import Positions, Words
 from farcast.types import TensorEntry
 
 WHOLE = 4

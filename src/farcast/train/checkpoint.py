@@ -44,7 +44,6 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     root: Digest
     receiver: dict[str, Any]
     batcher: bytes
-    counters: dict[str, float] = {}
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ import torch
 from farcast.config import TrainConfig
 from farcast.delta import entry_of, root_of, to_bits
 from farcast.errors import FormatError
-from farcast.formats import canonical_names
+from farcast.formats import canonical_names, served_bf16
 from farcast.train.packing import Pack
 
 
@@ -77,7 +77,7 @@ class Policy:
     def served(self) -> dict[str, torch.Tensor]:
         """The served tensors by canonical name, bf16; fresh copies where the module is wider."""
         tensors = zip(self._names, self._params, strict=True)
-        served = {name: param.detach().to(torch.bfloat16) for name, param in tensors}
+        served = {name: served_bf16(param) for name, param in tensors}
         return served | {name: buffer.detach() for name, buffer in self._buffers.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -115,7 +115,7 @@ class Policy:
     def _refresh(self) -> None:
         with torch.no_grad():
             for master, param in zip(self._masters, self._params, strict=True):
-                param.copy_(master.to(torch.bfloat16))
+                param.copy_(served_bf16(master))
 
     def _warmup(self, step: int) -> float:
         return min(1.0, step / self._config.warmup_steps) if self._config.warmup_steps else 1.0
