@@ -28,7 +28,10 @@ a credential, a token or a signed URL.
     │   ├── TensorMismatchError      names, shapes or dtypes differ; nothing was written
     │   ├── TargetChangedError       the target moved between reading and writing
     │   ├── TargetFullError          no space left where the target lives; the old version stands
-    │   └── TargetUncertainError     a commit failed and could not be undone: replace the engine
+    │   ├── TargetUncertainError     a commit failed and could not be undone: replace the engine
+    │   └── EngineError
+    │       ├── EngineUnreachableError (retry) the engine's server did not answer
+    │       └── EngineRefusedError   the engine answered, but not that it did what was asked
     ├── TrajectoryError
     │   ├── BacklogFullError         (retry) the trainer is behind: wait
     │   ├── TrajectoryTooLargeError  one trajectory is over the limit
@@ -134,6 +137,18 @@ class TargetFullError(TargetError):
 
 
 class TargetUncertainError(TargetError):
+    pass
+
+
+class EngineError(TargetError):
+    """An engine that runs as a server of its own; what it holds is not known from this alone."""
+
+
+class EngineUnreachableError(EngineError):
+    retry = True
+
+
+class EngineRefusedError(EngineError):
     pass
 
 
