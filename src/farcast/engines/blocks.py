@@ -60,7 +60,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
         """Equal for blocks of the same elements of a tensor, wherever they lie."""
         return (self.source, self.sizes, self.source_steps)
 
-    def find(self, positions: Positions) -> tuple[slice | Mask, Positions]:
+    def find(self, positions: Positions | Words) -> tuple[slice | Mask, Positions]:
         """Which of the ascending `positions` of the tensor lie in this block, and where each of
         these is in memory."""
         reach = sum(
@@ -68,7 +68,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
         )
         first, last = np.searchsorted(positions, (self.source, self.source + reach + 1))
         near = slice(int(first), int(last))
-        rest = positions[near] - self.source
+        rest = positions[near].astype(np.intp) - self.source
         if self.is_run:
             return near, rest + self.place
         places = np.full(rest.shape, self.place, dtype=np.intp)

@@ -90,7 +90,8 @@ class HttpEngine(Protocol):
 
 
 class InPlaceEngine(HttpEngine, Protocol):
-    """Several members act as one: a call that returns has been confirmed by every member."""
+    """Several members act as one: a call that returns has been confirmed by every member, and a
+    call that raises may have reached some of them."""
 
     def attach(self, places: Mapping[str, Place]) -> Sequence[MemberLayout]:
         """Find out where checkpoint tensors lie in each member's memory. Changes nothing."""
@@ -102,12 +103,21 @@ class InPlaceEngine(HttpEngine, Protocol):
         does not hold the old words."""
         ...
 
-    def commit(self, label: str) -> None:
-        """Write what was staged, read it back, and name it `label`. Only while paused."""
+    def open_update(self) -> None:
+        """Get ready for `write`. Before the pause; ends with `name_weights` or `undo`."""
+        ...
+
+    def write(self, label: str) -> None:
+        """Write what was staged if the live words are still those it starts from, and read it
+        back. Only while paused. Raises `TargetChangedError` if they are not."""
         ...
 
     def undo(self, label: str) -> None:
-        """Write the old words again, in every member that had begun to commit `label`."""
+        """Write the old words again, in every member that had begun to write `label`."""
+        ...
+
+    def name_weights(self, label: str) -> None:
+        """Let what is generated from now on be labelled so. The last step before `resume`."""
         ...
 
     def drop(self, label: str) -> None:

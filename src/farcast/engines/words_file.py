@@ -11,6 +11,7 @@ The reader is given the file's digest over another way and checks it first, so w
 what the sidecar wrote. It still checks every number: a mistake must not become a wild write.
 """
 
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ class Change(NamedTuple):
 
     name: str
     words: int
-    positions: Positions
+    positions: Positions | Words
     new: Words
     old: Words
 
@@ -50,12 +51,12 @@ class _Row(NamedTuple):
     changed: int
 
     @property
-    def index(self) -> np.dtype[np.unsignedinteger]:
+    def counts(self) -> np.dtype[np.unsignedinteger]:
         return np.dtype("<u4" if self.words <= 1 << 32 else "<u8")
 
     @property
     def nbytes(self) -> int:
-        return self.changed * (self.index.itemsize + 2 * self.width)
+        return self.changed * (self.counts.itemsize + 2 * self.width)
 
 
 def write_words(path: Path, changes: Sequence[Change]) -> str:
@@ -67,22 +68,19 @@ def write_words(path: Path, changes: Sequence[Change]) -> str:
     try:
         at = 0
         parts = [_PREFIX.pack(MAGIC, len(header)) + header]
-        for part in (*parts, *_bodies(rows, changes)):
-            view = memoryview(part).cast("B")
-            digest.update(view)
-            files.write_at(file, view, at)
-            at += view.nbytes
+        for part in itertools.chain(parts, _bodies(rows, changes)):
+            digest.update(part)
+            files.write_at(file, part, at)
+            at += len(part)
     finally:
         files.close(file)
     return digest.hexdigest()
 
 
-def _bodies(rows: Sequence[_Row], changes: Sequence[Change]) -> Iterator[memoryview]:
+def _bodies(rows: Sequence[_Row], changes: Sequence[Change]) -> Iterator[bytes]:
     for row, change in zip(rows, changes, strict=True):
-        if row.changed:
-            yield memoryview(np.ascontiguousarray(change.positions, dtype=row.index))
-            yield memoryview(np.ascontiguousarray(change.new))
-            yield memoryview(np.ascontiguousarray(change.old))
+        for array in (change.positions.astype(row.counts), change.new, change.old):
+            yield array.tobytes()
 
 
 def read_words(path: Path, digest: str) -> Iterator[Change]:
@@ -125,12 +123,10 @@ def _header(file: int, size: int, path: Path) -> tuple[list[_Row], int]:
 
 
 def _change(row: _Row, data: np.ndarray[tuple[int], np.dtype[np.uint8]], path: Path) -> Change:
-    first = row.changed * row.index.itemsize
+    first = row.changed * row.counts.itemsize
     second = first + row.changed * row.width
-    positions = data[:first].view(row.index).astype(np.intp)
-    if positions.size and (
-        positions[0] < 0 or positions[-1] >= row.words or (np.diff(positions) <= 0).any()
-    ):
+    positions: Words = data[:first].view(row.counts)
+    if positions.size and (positions[-1] >= row.words or (positions[1:] <= positions[:-1]).any()):
         raise FormatError(f"{path} has positions outside of {row.name[:80]!r}; stage it again.")
     width = f"<u{row.width}"
     return Change(

@@ -78,6 +78,18 @@ def opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[int]:
+    """A regular file that is there, for changing parts of it. Follows no link."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise TargetError(f"{path} is not a regular file; remove it and sync again.")
+        yield file
+    finally:
+        os.close(file)
+
+
 def read_at(file: int, start: int, length: int, path: Path) -> bytearray:
     """Exactly `length` bytes from `start`, or `IntegrityError`."""
     data = bytearray(length)

@@ -1,0 +1,195 @@
+"""vLLM's server as an engine whose weights are changed in place.
+
+It has to be started with `VLLM_SERVER_DEV_MODE=1` and `launch_arguments()`: vLLM itself is left
+as it is, farcast comes in through its plug-in (`farcast.engines.vllm_plugin`). Its development
+routes let anybody who reaches them change weights, so the server must listen on loopback or on a
+Unix socket, with farcast's sidecar before it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from farcast import errors
+from farcast.engines.http_client import HttpClient
+from farcast.engines.http_engine import MemberLayout, Receipt, label_of
+from farcast.engines.vllm_plugin import BACKEND, EXTENSION
+from farcast.errors import EngineRefusedError, FarcastError, TargetUncertainError
+from farcast.replica import Place
+from farcast.types import VersionRef
+
+_Answer = TypeVar("_Answer")
+
+_FIRST_POLL, _LONGEST_POLL = 0.005, 0.1
+
+_POOL = ThreadPoolExecutor(thread_name_prefix="farcast-vllm")
+
+
+def launch_arguments() -> tuple[str, ...]:
+    """What `vllm serve` needs beside the model for farcast to come in."""
+    return (
+        "--weight-transfer-config",
+        f'{{"backend": "{BACKEND}"}}',
+        "--worker-extension-cls",
+        EXTENSION,
+    )
+
+
+LAUNCH_ENVIRONMENT: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+class VllmEngine:
+    """The server at `address`. `stage_timeout` bounds one staging, `client`'s own every call."""
+
+    name = "vllm"
+    salt_field = "cache_salt"
+    guarded_routes = (
+        "/abort_requests",
+        "/collective_rpc",
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
+        "/is_paused",
+        "/pause",
+        "/reset_",
+        "/resume",
+        "/scale_elastic_ep",
+        "/server_info",
+        "/shutdown_weight_transfer_engine",
+        "/sleep",
+        "/start_draft_weight_update",
+        "/start_weight_update",
+        "/update_weight_version",
+        "/update_weights",
+        "/wake_up",
+        "/weight_checker",
+    )
+
+    def __init__(self, client: HttpClient, *, stage_timeout: float = 600.0) -> None:
+        self._client = client
+        self._stage_timeout = stage_timeout
+        self._members: int | None = None
+        self._updating = False
+        self._pausing: Future[Any] | None = None
+
+    # --- any engine --------------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        self._client.get("/health")
+
+    def pause(self) -> None:
+        """vLLM's answer to a pause comes 20 ms after it, so nobody waits for it here: once
+        `is_paused` says so, no step is scheduled any more, and what a worker still computes ends
+        before the next call reaches it. `name_weights` waits, since outputs are labelled late."""
+        query = {"mode": "keep", "clear_cache": "false"}
+        self._pausing = _POOL.submit(self._client.post, "/pause", query=query)
+        while not self._pausing.done():
+            if self._client.get("/is_paused") == {"is_paused": True}:
+                return
+        self._pausing.result()
+
+    def resume(self) -> None:
+        self._paused_surely()
+        self._client.post("/resume")
+
+    def _paused_surely(self) -> None:
+        pausing, self._pausing = self._pausing, None
+        if pausing is not None:
+            pausing.result()
+
+    def drop_caches(self) -> bool:
+        answer = self._client.post("/reset_prefix_cache", query={"reset_running_requests": "true"})
+        return isinstance(answer, dict) and answer.get("success") is True
+
+    def label(self) -> str:
+        answer = self._client.get("/weight_info")
+        return str(answer.get("weight_version", "")) if isinstance(answer, dict) else ""
+
+    def salt(self, ref: VersionRef) -> Mapping[str, Any]:
+        return {self.salt_field: label_of(ref)}
+
+    # --- in place ----------------------------------------------------------------------------
+
+    def attach(self, places: Mapping[str, Place]) -> Sequence[MemberLayout]:
+        world = self._client.get("/get_world_size")
+        self._members = int(world["world_size"])
+        text = msgspec.json.encode(dict(places)).decode()
+        return self._all("farcast_attach", [text], MemberLayout)
+
+    def stage(self, words: Path, digest: str, label: str) -> None:
+        self._all("farcast_stage", [str(words), digest, label], None)
+        wait, until = _FIRST_POLL, time.monotonic() + self._stage_timeout
+        while "busy" in self._all("farcast_stage_state", [label], str):
+            if time.monotonic() > until:
+                raise EngineRefusedError("The engine did not finish staging in time; restart it.")
+            time.sleep(wait)
+            wait = min(_LONGEST_POLL, wait * 1.5)
+
+    def open_update(self) -> None:
+        if not self._updating:
+            self._client.post("/start_weight_update")
+            self._updating = True
+
+    def write(self, label: str) -> None:
+        try:
+            self._client.post("/update_weights", {"update_info": {"label": label}})
+        except EngineRefusedError:
+            self._updating = False  # vLLM ends the update itself
+            self._all("farcast_failure", [], None)
+            raise
+
+    def undo(self, label: str) -> None:
+        self._all("farcast_undo", [label], None)
+        if self._updating:
+            self._client.post("/finish_weight_update")
+            self._updating = False
+
+    def name_weights(self, label: str) -> None:
+        self._paused_surely()
+        if self._updating:
+            self._client.post("/finish_weight_update", {"weight_version": label})
+            self._updating = False
+        else:
+            self._client.post("/update_weight_version", {"new_version": label})
+
+    def drop(self, label: str) -> None:
+        self._all("farcast_drop", [label], None)
+
+    def receipts(self, names: Sequence[str] = ()) -> Sequence[Receipt]:
+        return self._all("farcast_receipt", [msgspec.json.encode(list(names)).decode()], Receipt)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _all(self, method: str, arguments: list[str], kind: type[_Answer] | None) -> list[_Answer]:
+        """Every member's answer. Raises the first refusal, `TargetUncertainError` before others;
+        and `EngineRefusedError` unless exactly the expected members answered."""
+        answer = self._client.post("/collective_rpc", {"method": method, "args": arguments})
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or not all(isinstance(r, dict) for r in results):
+            raise EngineRefusedError(
+                f"The engine did not answer {method} as farcast's worker extension does; start it "
+                f"with --worker-extension-cls {EXTENSION}."
+            )
+        members = sorted(result.get("member", -1) for result in results)
+        if members != list(range(self._members or len(members))):
+            raise EngineRefusedError(
+                f"Members {members} of {self._members} answered {method}; replace the engine."
+            )
+        failures = [_error_of(result) for result in results if "error" in result]
+        if failures:
+            raise max(failures, key=lambda error: isinstance(error, TargetUncertainError))
+        if kind is None:
+            return []
+        return [msgspec.convert(result["answer"], kind, strict=False) for result in results]
+
+
+def _error_of(result: Mapping[str, Any]) -> FarcastError:
+    """A member's error, of the class it had there."""
+    kind = getattr(errors, str(result["error"]), None)
+    message = f"Member {result.get('member')}: {result.get('message')}"
+    if isinstance(kind, type) and issubclass(kind, FarcastError):
+        return kind(message)
+    return EngineRefusedError(message)
