@@ -258,11 +258,40 @@ def test_a_root_that_cannot_be_made_is_one_clear_sentence(tmp_path: Path) -> Non
             open_store(path).put("k", b"x")
 
 
-def test_a_root_removed_in_use_is_made_again_by_the_next_try(store: Store, tmp_path: Path) -> None:
+def test_a_root_that_is_gone_is_an_outage_and_is_never_made_anew(
+    store: Store, tmp_path: Path
+) -> None:
+    """A renamed folder or a lost mount: an empty store in its place would take half of a run."""
+    root, away = tmp_path / "store", tmp_path / "away"
+    store.put("a/k", b"x")
+    reader = open_store(root)
+    assert keys(reader) == ["a/k"]
+    root.rename(away)
+    for one in (store, reader):
+        for call in (
+            lambda s: s.put("a/k", b"y"),
+            lambda s: s.put("b/new", b"y", if_absent=True),
+            lambda s: s.get("a/k", max_bytes=1),
+            lambda s: s.get_range("a/k", 0, 1),
+            lambda s: list(s.list("")),
+            lambda s: s.delete("a/k"),
+        ):
+            for _ in range(2):
+                with pytest.raises(StoreUnavailableError, match="put it back"):
+                    call(one)
+    assert not root.exists()
+    away.rename(root)
+    store.put("b/new", b"y", if_absent=True)
+    assert keys(reader) == ["a/k", "b/new"]
+
+
+def test_a_folder_removed_inside_the_root_is_made_again_by_the_next_try(
+    store: Store, tmp_path: Path
+) -> None:
     import shutil
 
     store.put("a/k", b"x")
-    shutil.rmtree(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store/a")
     with pytest.raises(StoreUnavailableError, match="removed"):
         store.put("a/k", b"x")
     store.put("a/k", b"x")

@@ -9,7 +9,9 @@ Every path is walked from the root's descriptor without following symbolic links
 files live in their own hidden folder, locked by their writer; the first put of a process
 removes those whose writer is gone. Needs a POSIX system and hard links.
 
-Refuses keys outside `farcast.store.keys`, and a key that is at once an object and a folder.
+Refuses keys outside `farcast.store.keys`, a key that is at once an object and a folder, and to
+make the root a second time: a folder that was there and is gone is a store that is away (a lost
+mount, a rename), and an empty one in its place would take half of a run.
 """
 
 import contextlib
@@ -46,13 +48,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FileStore:
-    """A folder. It is made by the first put; before that, it reads as empty."""
+    """A folder. It is made by the first put; before that, it reads as empty. Once this object
+    has found it there, it is never made anew."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._lock = threading.Lock()
         self._durable: set[tuple[str, ...]] = set()
         self._swept = False
+        self._found = False
 
     @property
     def url(self) -> str:
@@ -69,7 +73,7 @@ class FileStore:
         except ObjectNotFoundError:
             self._durable.clear()
             raise StoreUnavailableError(
-                f"The folder of {self.url} was removed while it was in use; if that was not "
+                f"A folder inside {self.url} was removed while it was in use; if that was not "
                 "meant, put it back, then try again."
             ) from None
 
@@ -214,7 +218,7 @@ class FileStore:
             raise FileNotFoundError(errno.ENOENT, "an object is no folder") from None
 
     def _make_root(self) -> None:
-        if () in self._durable:
+        if self._found or () in self._durable:
             return
         try:
             for path in (*reversed(self._root.parents), self._root):
@@ -229,9 +233,19 @@ class FileStore:
 
     def _open_root(self) -> int:
         try:
-            return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            root = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except NotADirectoryError:
             raise StoreAccessError(f"{self.url} is not a folder; point the store at one.") from None
+        except FileNotFoundError:
+            if self._found:
+                self._durable.clear()
+                raise StoreUnavailableError(
+                    f"The folder of {self.url} was there and is gone; put it back (or mount it "
+                    "again), then try again."
+                ) from None
+            raise
+        self._found = True
+        return root
 
     # --- staging -----------------------------------------------------------------------------
 
