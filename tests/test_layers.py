@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
     {"trajectory"},
     {"rollout", "train"},
     {"fleet"},
+    {"gateway"},
     {"interop", "study", "bench"},
     {"dashboard"},
     {"cli"},

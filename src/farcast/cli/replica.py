@@ -1,19 +1,120 @@
-"""`farcast replica`: keep a folder at the newest version of a run."""
+"""`farcast replica`: keep a folder, or a running engine, at the newest version of a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from farcast.cli import options
-from farcast.config import parse_link
+from farcast.config import LinkConfig, parse_link
+from farcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from farcast.gateway.sidecar_options import SidecarOptions
+
+_ENGINE = "Before an engine"
+_HTTP = "Listener"
+
+Engine = Annotated[
+    Literal["vllm", "http"] | None,
+    typer.Option(
+        "--engine",
+        help="Stand before a running engine of this kind, instead of only keeping a folder.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+EngineUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="The engine's own address: http://HOST:PORT or unix:PATH.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+EngineTokenEnv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Environment variable with the engine's own key, if it asks for one.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="The folder the engine was started with.", rich_help_panel=_ENGINE
+    ),
+]
+ModeOption = Annotated[
+    Literal["in_place", "drain"],
+    typer.Option(
+        "--mode",
+        help="in_place: requests go on across a commit where the engine tells which version wrote "
+        "which token; drain: none does.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+CachesOption = Annotated[
+    Literal["salt", "flush"],
+    typer.Option(
+        "--caches",
+        help="Keep cached prefixes of versions apart by salting requests, or by flushing.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxRequests = Annotated[
+    int,
+    typer.Option(min=1, help="More than these at once answer 503.", rich_help_panel=_ENGINE),
+]
+DrainSeconds = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        help="A request that holds up a commit for longer is ended.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+EngineSeconds = Annotated[
+    float,
+    typer.Option(min=1, help="How long the engine may take to come up.", rich_help_panel=_ENGINE),
+]
+Scratch = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Room for the model once more. [default: under ~/.cache/farcast]",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Listen here.", rich_help_panel=_HTTP)]
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, help="Listen here; 0 takes a free port.", rich_help_panel=_HTTP),
+]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="The address that gateways are told. [default: where it listens]",
+        rich_help_panel=_HTTP,
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Clients' bearer token, in a file.", rich_help_panel=_HTTP),
+]
+TokenEnv = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Or in this environment variable.", rich_help_panel=_HTTP),
+]
 
 
 def replica(
     store: options.Store,
     dir: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Checkpoint folder (Hugging Face layout).")
-    ],
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Checkpoint folder (Hugging Face layout)."),
+    ] = None,
     id: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="This replica's name. [default: host and process]"),
@@ -22,8 +123,23 @@ def replica(
     link: options.Link = None,
     json: options.Json = None,
     tied: options.Tied = False,
+    engine: Engine = None,
+    engine_url: EngineUrl = None,
+    engine_token_env: EngineTokenEnv = None,
+    model: Model = None,
+    mode: ModeOption = "in_place",
+    caches: CachesOption = "salt",
+    max_requests: MaxRequests = 256,
+    drain_seconds: DrainSeconds = 120.0,
+    engine_seconds: EngineSeconds = 600.0,
+    scratch: Scratch = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
+    advertise: Advertise = None,
+    token_file: TokenFile = None,
+    token_env: TokenEnv = None,
 ) -> None:
-    """Follow a run into a folder that any engine can load.
+    """Follow a run into a folder that any engine can load, or into a running engine.
 
     Each version is fetched as a delta where that is cheaper, verified, and switched to as a
     whole: a crash at any moment leaves the version before or the version after.
@@ -32,10 +148,76 @@ def replica(
     farcast replica --store s3://bucket/run1 --dir /models/policy
     farcast replica --store runs/demo/store --dir /tmp/policy --once
     ```
+
+    With `--engine` it stands before an engine as its only client, stages each version while the
+    engine generates, and commits it in a short pause. It answers OpenAI's routes and the engine's
+    own, never those that change weights; `/ready` says when the first version is live.
+
+    ```
+    farcast replica --store s3://bucket/run1 --engine vllm --engine-url unix:/run/vllm.sock \\
+        --model /models/base --token-file /etc/farcast/token
+    ```
     """
     options.check_writable(json)
     settings = parse_link(link) if link is not None else None
+    if (dir is None) == (engine is None):
+        raise ConfigError("Say --dir DIR to keep a folder, or --engine KIND to serve an engine.")
+    if dir is not None:
+        _follow(store, dir, id, once=once, link=settings, json=json, tied=tied)
+        return
+    if engine is None or engine_url is None or model is None:
+        raise ConfigError(f"--engine {engine} also needs --engine-url URL and --model DIR.")
 
+    from farcast.fleet.reporting import default_id
+    from farcast.gateway.sidecar_options import SidecarOptions
+    from farcast.gateway.tokens import read_secret, read_token
+
+    told = SidecarOptions(
+        kind=engine,
+        engine_url=engine_url,
+        model=model,
+        store_url=store,
+        replica_id=id or default_id(),
+        token=read_token(token_file, token_env),
+        engine_token=None if engine_token_env is None else read_secret(engine_token_env),
+        host=host,
+        port=port,
+        advertise=advertise,
+        mode=mode,
+        caches=caches,
+        limit=max_requests,
+        drain_seconds=drain_seconds,
+        engine_seconds=engine_seconds,
+        scratch=scratch,
+        link=settings,
+    )
+    _serve(told, tied=tied)
+
+
+def _serve(told: "SidecarOptions", *, tied: bool) -> None:
+    from farcast.fleet.launcher import leave_with_parent
+    from farcast.fleet.signals import StopRequest
+    from farcast.gateway.extra import require_serving
+
+    require_serving()
+    from farcast.gateway.sidecar_process import serve_replica
+
+    with StopRequest() as stop:
+        if tied:
+            leave_with_parent()
+        serve_replica(told, stop)
+
+
+def _follow(
+    store: str,
+    folder: Path,
+    id: str | None,
+    *,
+    once: bool,
+    link: LinkConfig | None,
+    json: Path | None,
+    tied: bool,
+) -> None:
     from farcast.fleet.launcher import leave_with_parent
     from farcast.fleet.replica_process import follow
     from farcast.fleet.reporting import default_id
@@ -44,5 +226,5 @@ def replica(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        result = follow(store, dir, id or default_id(), once=once, link=settings, stop=stop)
+        result = follow(store, folder, id or default_id(), once=once, link=link, stop=stop)
     options.write_json(json, result)

@@ -31,6 +31,7 @@ _STATE_STYLE = {
     "staging": "cyan",
     "joining": "yellow",
     "waiting": "yellow",
+    "draining": "yellow",
     "stopped": "dim",
     "failed": "red",
     "killed": "red",

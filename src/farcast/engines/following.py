@@ -42,7 +42,7 @@ class Commit(NamedTuple):
 
 class Follower:
     """Keeps the subscriber's target at the newest version. `gate` is held around each commit;
-    `on_commit` runs in this thread, after it."""
+    `on_commit` runs in this thread, after it; `on_held` whenever there is nothing newer."""
 
     def __init__(
         self,
@@ -51,11 +51,13 @@ class Follower:
         *,
         poll_seconds: float,
         on_commit: Callable[[Commit], None],
+        on_held: Callable[[], None] = lambda: None,
     ) -> None:
         self._subscriber = subscriber
         self._gate = gate
         self._poll_seconds = poll_seconds
         self._on_commit = on_commit
+        self._on_held = on_held
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.staging = False
@@ -100,6 +102,7 @@ class Follower:
         try:
             staged = self._subscriber.stage()
             if staged is None:
+                self._on_held()
                 return False
             try:
                 self._on_commit(self._commit(staged))

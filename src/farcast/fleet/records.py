@@ -41,7 +41,7 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     object says when it was last written."""
 
     replica_id: Name
-    state: Literal["joining", "serving", "staging", "waiting", "stopped", "failed"]
+    state: Literal["joining", "serving", "staging", "waiting", "draining", "stopped", "failed"]
     version: int
     """-1 before the first verified version."""
     root: str = ""
@@ -54,6 +54,8 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     commits: Count = 0
     commit_seconds: float = 0.0
     """Longest pause of a commit so far."""
+    url: str = ""
+    """Where it answers requests; empty if nobody can ask it anything."""
     updated: float = 0.0
 
 

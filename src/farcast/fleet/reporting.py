@@ -25,7 +25,7 @@ WRITE_SECONDS = 1.0
 RATE_SECONDS = 10.0
 """Tokens per second are a mean over this long: one batch of answers takes a few seconds."""
 
-ReplicaState = Literal["joining", "serving", "staging", "waiting", "stopped", "failed"]
+ReplicaState = Literal["joining", "serving", "staging", "waiting", "draining", "stopped", "failed"]
 
 
 class ReplicaReporter:
@@ -39,11 +39,13 @@ class ReplicaReporter:
         *,
         bytes_fetched: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.time,
+        url: str = "",
     ) -> None:
         self._registry = registry
         self._id = replica_id
         self._bytes_fetched = bytes_fetched
         self._clock = clock
+        self._url = url
         self._lock = threading.Lock()
         self._state: ReplicaState = "joining"
         self._ref: VersionRef | None = None
@@ -133,6 +135,7 @@ class ReplicaReporter:
                 bytes_full=self._bytes_full,
                 commits=self._commits,
                 commit_seconds=self._commit_seconds,
+                url=self._url,
                 updated=now,
             )
 

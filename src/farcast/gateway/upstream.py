@@ -1,0 +1,80 @@
+"""Requests to a server behind us: one session, connections kept, nothing decoded on the way.
+
+What it raises says whether anything was answered: `UnreachableError` if not.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+from yarl import URL
+
+CONNECT_SECONDS = 5.0
+
+IDLE_SECONDS = 4.0
+"""Below the 5 s after which uvicorn, which most engines use, closes an idle connection: else we
+would now and then send into a connection that is just being closed."""
+
+_SKIPPED = ("Accept", "Accept-Encoding", "User-Agent")
+
+Failure = (aiohttp.ClientError, OSError)
+
+
+class UnreachableError(Exception):
+    """The server did not answer."""
+
+
+class Upstream:
+    """To be made inside a running event loop. `socket_path`: everything goes to the server behind
+    that Unix socket, whatever its URL says."""
+
+    def __init__(self, socket_path: str | None = None) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=_connector(socket_path),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_SKIPPED,
+            requote_redirect_url=False,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    @asynccontextmanager
+    async def ask(
+        self, method: str, url: URL, body: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer's head; its body is read from it. Leaving early closes the connection, which
+        is how an engine learns that nobody waits any more."""
+        try:
+            response = await self._session.request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            )
+        except aiohttp.ServerDisconnectedError:
+            # The server closed an idle connection while we wrote into it: nothing was begun.
+            response = await self._again(method, url, body, headers)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnreachableError(type(error).__name__) from error
+        try:
+            yield response
+        finally:
+            response.release() if response.content.at_eof() else response.close()
+
+    async def _again(
+        self, method: str, url: URL, body: bytes | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        await asyncio.sleep(0)  # let a watcher hear that the server is gone
+        try:
+            return await self._session.request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnreachableError(type(error).__name__) from error
+
+
+def _connector(socket_path: str | None) -> aiohttp.BaseConnector:
+    if socket_path is not None:
+        return aiohttp.UnixConnector(socket_path, limit=0, keepalive_timeout=IDLE_SECONDS)
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
