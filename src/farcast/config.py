@@ -15,6 +15,7 @@ from farcast.types import Name
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -47,11 +48,30 @@ class TaskConfig(_Frozen, frozen=True, kw_only=True):
     """What of an answer is scored: all of its text, or the last integer written in it."""
 
 
+ObjectiveName = Literal["dapo", "grpo", "dr_grpo", "tis", "decoupled", "reinforce"]
+OptimizerName = Literal["adamw", "muon"]
+
+
+STORE_PATIENCE = 600.0
+"""Seconds: the store is all that the two sides share, so without it there is nowhere to go."""
+
+
 class TrainConfig(_Frozen, frozen=True, kw_only=True):
     """Trainer settings. `max_staleness` is in versions; `is_cap` truncates importance weights."""
 
     steps: Positive = 8
     seed: NonNegative = 0
+    objective: ObjectiveName = "dapo"
+    """See the table in `farcast.train.objectives`."""
+    updates_per_step: Positive = 1
+    """Optimizer updates on the same groups, one after the other; they become one version."""
+    answer_tokens: Positive = 16
+    """What dr_grpo divides by: the longest answer that may be sampled."""
+    mask_staleness: NonNegative | None = None
+    """Tokens older than this, in versions, stay out of the loss; None keeps every token."""
+    optimizer: OptimizerName = "adamw"
+    """muon is for the matrices of hidden layers; everything else stays with AdamW."""
+    muon_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
     learning_rate: PositiveFloat = 1e-5
     warmup_steps: NonNegative = 0
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
@@ -68,6 +88,8 @@ class TrainConfig(_Frozen, frozen=True, kw_only=True):
     anchor_every: Positive = 20
     max_backlog_groups: Positive = 8
     """Unread groups per worker before it waits: the backpressure bound."""
+    store_patience: NonNegativeFloat = STORE_PATIENCE
+    """Seconds the trainer tries again while the store does not answer, before it ends."""
 
 
 class RunConfig(_Frozen, frozen=True, kw_only=True):

@@ -21,10 +21,11 @@ from farcast.errors import (  # noqa: E402
 )
 from farcast.store.archive import Archive  # noqa: E402
 from farcast.train.checkpoint import Checkpoints, CheckpointState  # noqa: E402
-from farcast.train.objectives import group_advantages, policy_loss  # noqa: E402
+from farcast.train.objectives import objective_of  # noqa: E402
 from farcast.train.packing import pack_group, shared_length  # noqa: E402
 from farcast.train.policy import Policy, served_root  # noqa: E402
-from farcast.types import VersionRef  # noqa: E402
+from farcast.train.update import step_size, update  # noqa: E402
+from farcast.types import PolicySpan, VersionRef  # noqa: E402
 
 REF = VersionRef(RUN, 0, "0" * 64)
 
@@ -50,7 +51,7 @@ def alone(module: Any, member: Any) -> list[float]:
 def test_packed_members_get_the_logprobs_they_have_alone(tmp_path: Path, most: int) -> None:
     policy = Policy(tiny_module(), TrainWorld(tmp_path).config)
     group = members()
-    packs = list(pack_group(group, [0.0] * 4, most=most))
+    packs = list(pack_group(group, [0.0] * 4, version=0, most=most))
     assert (len(packs) > 1) == (most == 8)
     packed = torch.cat([policy.logprobs(pack) for pack in packs]).tolist()
     expected = [value for member in group for value in alone(policy.module, member)]
@@ -72,7 +73,7 @@ def test_tools_and_observations_stay_out_of_the_loss(tmp_path: Path) -> None:
         logprobs=(0.0,) * 4 + (-1.0, -1.0, 0.0, 0.0, -1.0),
         loss_mask=(False,) * 4 + (True, True, False, False, True),
     )
-    (pack,) = pack_group([long], [1.0])
+    (pack,) = pack_group([long], [1.0], version=0)
     assert pack.targets.tolist() == [20, 21, 22]
     assert policy.logprobs(pack).tolist() == pytest.approx(alone(policy.module, long), abs=2e-4)
 
@@ -84,19 +85,8 @@ def test_a_step_moves_served_weights_and_a_poisoned_gradient_moves_none(tmp_path
         param.grad = torch.full_like(param, float("nan"))
     policy.step(1)
     assert served_root(policy.served()) == before
-    group = members()
-    advantages = group_advantages(torch.tensor([m.reward for m in group])).tolist()
-    for pack in pack_group(group, advantages):
-        out = policy_loss(
-            policy.logprobs(pack),
-            pack.behaviour,
-            pack.advantages,
-            clip_low=0.2,
-            clip_high=0.2,
-            is_cap=2.0,
-        )
-        out.loss.backward()
-    policy.step(2)
+    config = TrainWorld(tmp_path).config
+    update(policy, [members()], objective_of(config), config, version=0, step=2)
     assert served_root(policy.served()) != before
     for param in policy.module.parameters():  # what is served is exactly what is computed with
         assert torch.equal(param, param.to(torch.bfloat16).float())
@@ -252,3 +242,69 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     tensors.pop(next(iter(tensors)))
     with pytest.raises(FormatError, match="does not fit this model"):
         policy.restore(tensors)
+
+
+def test_a_token_of_an_old_span_stays_out_and_its_neighbours_do_not(tmp_path: Path) -> None:
+    """The first half of each answer was written by version 1, the rest by version 5."""
+    config = TrainWorld(tmp_path, mask_staleness=2).config
+    group = [
+        replace(
+            m, spans=(PolicySpan(4, 5, 1, "0" * 64), PolicySpan(5, len(m.token_ids), 5, "1" * 64))
+        )
+        for m in members()
+    ]
+    (pack,) = pack_group(group, [1.0, -1.0, 1.0, -1.0], version=6)
+    assert sorted(set(pack.ages.tolist())) == [1, 5]
+    answers = [len(m.token_ids) - 4 for m in group]
+    assert pack.lengths.tolist() == [n for n in answers for _ in range(n)]
+    assert step_size([group], version=6, bound=2).tokens == sum(answers) - 4
+    policy = Policy(tiny_module(), config)
+    report = update(policy, [group], objective_of(config), config, version=6, step=1)
+    assert (report.masked, report.tokens) == (4, sum(answers))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "tis", "decoupled", "reinforce"])
+def test_every_objective_trains_for_several_updates_a_step(tmp_path: Path, name: str) -> None:
+    config = TrainWorld(tmp_path, objective=name, updates_per_step=2, learning_rate=1e-4).config
+    policy = Policy(tiny_module(), config)
+    before = served_root(policy.served())
+    report = update(policy, [members()], objective_of(config), config, version=0, step=1)
+    assert served_root(policy.served()) != before
+    assert report.grad_norm > 0
+    assert report.left_out == 0
+
+
+def test_muon_takes_hidden_matrices_at_the_scale_of_adamw(tmp_path: Path) -> None:
+    config = TrainWorld(tmp_path, optimizer="muon", learning_rate=1e-2, muon_momentum=0.0).config
+    module = tiny_module()
+    policy = Policy(module, config)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    policy.step(1)
+    state = policy.state()
+    hidden = {n.removeprefix("momentum_buffer/") for n in state if n.startswith("momentum_buffer/")}
+    assert "model.layers.0.mlp.up_proj.weight" in hidden
+    assert not any("embed" in name or "norm" in name or "head" in name for name in hidden)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        moved = (module.get_parameter(name) - before[name]).square().mean().sqrt()
+        # Moonlight: an orthogonal update of 0.2 sqrt(max(a, b)) has RMS near AdamW's 0.2.
+        low, high = (0.1, 0.3) if name in hidden else (0.9, 1.1)
+        assert low < float(moved) / config.learning_rate < high
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str) -> None:
+    config = TrainWorld(tmp_path, optimizer=optimizer).config
+    objective = objective_of(config)
+    policy, other = Policy(tiny_module(), config), Policy(tiny_module(), config)
+    update(policy, [members()], objective, config, version=0, step=1)
+    other.restore({name: tensor.clone() for name, tensor in policy.state().items()})
+    for one in (policy, other):
+        update(one, [members()], objective, config, version=1, step=2)
+    assert served_root(policy.served()) == served_root(other.served())
+    rest = "muon" if optimizer == "adamw" else "adamw"
+    stranger = Policy(tiny_module(), TrainWorld(tmp_path, optimizer=rest).config)
+    with pytest.raises(FormatError, match="another optimizer"):
+        stranger.restore(policy.state())

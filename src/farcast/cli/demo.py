@@ -48,6 +48,8 @@ def demo(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out, or with the newest.")
     ] = False,
+    objective: options.Objective = None,
+    optimizer: options.Optimizer = None,
     no_kill: Annotated[
         bool, typer.Option("--no-kill", help="Do not kill a replica midway.")
     ] = False,
@@ -79,7 +81,15 @@ def demo(
         plan = resumed_plan(folder, steps=steps, workers=workers, link=link, kill=not no_kill)
     else:
         folder = fresh(DEFAULT_OUT) if out is None else RunFolder(out)
-        config = options.new_run(folder, model=model, store=store, steps=steps, seed=seed)
+        config = options.new_run(
+            folder,
+            model=model,
+            store=store,
+            steps=steps,
+            seed=seed,
+            objective=objective,
+            optimizer=optimizer,
+        )
         settings = DemoSettings(workers=workers or 2, link=link, kill=not no_kill)
         plan = new_plan(folder, config, settings)
     _run(plan._replace(cache=cache), Console(), json)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from farcast.config import RunConfig
+from farcast.config import ObjectiveName, OptimizerName, RunConfig
 from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.presets import run_config
@@ -41,6 +41,23 @@ Cache = Annotated[
         "--cache", metavar="DIR", help="Where prepared models are kept. [default: ~/.cache/farcast]"
     ),
 ]
+Objective = Annotated[
+    ObjectiveName | None,
+    typer.Option(
+        "--objective",
+        help="How the loss corrects for a token's age. [default: the preset's, dapo]",
+        show_default=False,
+    ),
+]
+Optimizer = Annotated[
+    OptimizerName | None,
+    typer.Option(
+        "--optimizer",
+        help="muon trains the matrices of hidden layers, at AdamW's scale. "
+        "[default: the preset's, adamw]",
+        show_default=False,
+    ),
+]
 Tied = Annotated[bool, typer.Option("--tied", hidden=True)]
 """The process was started by a launcher: leave when standard input closes."""
 
@@ -59,7 +76,14 @@ def check_writable(path: Path | None) -> None:
 
 
 def new_run(
-    folder: RunFolder, *, model: str, store: str | None, steps: int | None, seed: int
+    folder: RunFolder,
+    *,
+    model: str,
+    store: str | None,
+    steps: int | None,
+    seed: int,
+    objective: ObjectiveName | None = None,
+    optimizer: OptimizerName | None = None,
 ) -> RunConfig:
     """The configuration of a run that starts in `folder`; its store is there unless one is named,
     and a named one must be free."""
@@ -73,6 +97,8 @@ def new_run(
         out=folder.path,
         steps=steps,
         seed=seed,
+        objective=objective,
+        optimizer=optimizer,
     )
     if store is not None:
         require_unused(open_store(store))

@@ -31,6 +31,8 @@ def train(
         int | None, typer.Option(min=1, help="Optimizer steps. [default: the model's preset]")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
+    objective: options.Objective = None,
+    optimizer: options.Optimizer = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
     ] = False,
@@ -45,7 +47,22 @@ def train(
     farcast train --out runs/one --resume            # after a stop or a crash
     ```
     """
-    settings = _settings(config, model, store, out, steps, seed, resume=resume)
+    folder = RunFolder(out)
+    if config is not None:
+        settings = _read(config)
+    elif resume:
+        settings = folder.read_config()
+    else:
+        settings = options.new_run(
+            folder,
+            model=model,
+            store=store,
+            steps=steps,
+            seed=seed,
+            objective=objective,
+            optimizer=optimizer,
+        )
+        folder.create(settings)
 
     from farcast.fleet.launcher import leave_with_parent
     from farcast.fleet.signals import StopRequest
@@ -57,25 +74,9 @@ def train(
         run_trainer(settings, resume=resume, stop=stop, cache=cache)
 
 
-def _settings(
-    config: Path | None,
-    model: str,
-    store: str | None,
-    out: Path,
-    steps: int | None,
-    seed: int,
-    *,
-    resume: bool,
-) -> RunConfig:
-    """The run's configuration: a file's, that of the folder to resume, or a new one."""
-    if config is not None:
-        try:
-            return decode_config(config.read_bytes(), RunConfig)
-        except FileNotFoundError:
-            raise ConfigError(f"There is no file {config}; name a RunConfig file.") from None
-    folder = RunFolder(out)
-    if resume:
-        return folder.read_config()
-    new = options.new_run(folder, model=model, store=store, steps=steps, seed=seed)
-    folder.create(new)
-    return new
+def _read(file: Path) -> RunConfig:
+    """The configuration in a file of the user's."""
+    try:
+        return decode_config(file.read_bytes(), RunConfig)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {file}; name a RunConfig file.") from None

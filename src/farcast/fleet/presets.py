@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from farcast.config import RunConfig, SamplingConfig, TaskConfig, TrainConfig
+from farcast.config import (
+    ObjectiveName,
+    OptimizerName,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from farcast.errors import ConfigError
 
 
@@ -80,14 +87,26 @@ def check_model(model: str) -> None:
 
 
 def run_config(
-    model: str, *, run_id: str, store: str, out: Path, steps: int | None = None, seed: int = 0
+    model: str,
+    *,
+    run_id: str,
+    store: str,
+    out: Path,
+    steps: int | None = None,
+    seed: int = 0,
+    objective: ObjectiveName | None = None,
+    optimizer: OptimizerName | None = None,
 ) -> RunConfig:
     """A run of a preset, or of a local model folder with the settings of the real preset."""
     check_model(model)
     preset = PRESETS.get(model, PRESETS[DEFAULT_MODEL])
-    train = replace(preset.train, seed=seed)
-    if steps is not None:
-        train = replace(train, steps=steps)
+    asked = {"steps": steps, "objective": objective, "optimizer": optimizer}
+    train = replace(
+        preset.train,
+        seed=seed,
+        answer_tokens=preset.sampling.max_new_tokens,
+        **{key: value for key, value in asked.items() if value is not None},
+    )
     return RunConfig(
         run_id=run_id,
         store=store,

@@ -33,7 +33,7 @@ from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.lineage import RunRecord
 from farcast.publish import Publisher
-from farcast.store import Store, open_store
+from farcast.store import PatientStore, Store, open_store
 from farcast.store.archive import Archive
 from farcast.store.probe import probe_conditional_put
 from farcast.train.checkpoint import Checkpoints
@@ -52,32 +52,48 @@ def run_trainer(
 ) -> None:
     """Train until the configured step, or until `stop` is requested; checkpointed on return."""
     store = open_store(config.store)
-    archive = _open_run(store, config, resume=resume)
+    _open_run(store, config, resume=resume)
+    # From here on there is a run to lose, and only the store to go on with. The heartbeat keeps
+    # the impatient one: it has a way of its own with outages.
+    patient = PatientStore(store, config.train.store_patience, wait=stop.wait, tell=say)
     with Heartbeat(Registry(store), config.run_id) as heartbeat:
-        model = _prepared(config, cache)
-        if run_in(store) is None:
-            _create_run(archive, config, model)
-        say("loading the model")
-        policy = Policy(load_module(model), config.train)
-        with (
-            # A step taken again after a crash has a record of its own, so it needs a version of
-            # its own, even if it comes to the same weights.
-            Publisher(
-                store, config.run_id, anchor_every=config.train.anchor_every, repeats=False
-            ) as publisher,
-            contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
-        ):
-            recorder = _Recorder(config, Registry(store), heartbeat, receiver)
-            trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop)
-            if trainer.resume() or resume:
-                recorder.resumed_from = trainer.step
-                say(f"resuming after step {trainer.step}")
-            recorder.first_version(policy, publisher, trainer.step)
-            heartbeat.update(state="training", step=trainer.step, version=trainer.version)
-            trainer.run()
-        done = trainer.step >= config.train.steps
-        heartbeat.update(state="done" if done else "stopped")
-        say(f"{'done' if done else 'stopped'} after step {trainer.step}")
+        _run(config, patient, heartbeat, resume=resume, stop=stop, cache=cache)
+
+
+def _run(
+    config: RunConfig,
+    store: Store,
+    heartbeat: Heartbeat,
+    *,
+    resume: bool,
+    stop: StopRequest,
+    cache: Path | None,
+) -> None:
+    archive = Archive(store, config.run_id)
+    model = _prepared(config, cache)
+    if run_in(store) is None:
+        _create_run(archive, config, model)
+    say("loading the model")
+    policy = Policy(load_module(model), config.train)
+    with (
+        # A step taken again after a crash has a record of its own, so it needs a version of
+        # its own, even if it comes to the same weights.
+        Publisher(
+            store, config.run_id, anchor_every=config.train.anchor_every, repeats=False
+        ) as publisher,
+        contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
+    ):
+        recorder = _Recorder(config, Registry(store), heartbeat, receiver)
+        trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop)
+        if trainer.resume() or resume:
+            recorder.resumed_from = trainer.step
+            say(f"resuming after step {trainer.step}")
+        recorder.first_version(policy, publisher, trainer.step)
+        heartbeat.update(state="training", step=trainer.step, version=trainer.version)
+        trainer.run()
+    done = trainer.step >= config.train.steps
+    heartbeat.update(state="done" if done else "stopped")
+    say(f"{'done' if done else 'stopped'} after step {trainer.step}")
 
 
 def _prepared(config: RunConfig, cache: Path | None) -> Path:
@@ -87,20 +103,32 @@ def _prepared(config: RunConfig, cache: Path | None) -> Path:
     return prepare_model(config.model, cache or default_cache(), say)
 
 
-def _open_run(store: Store, config: RunConfig, *, resume: bool) -> Archive:
-    """The run's archive, once it is clear that this trainer may write to it."""
+def _open_run(store: Store, config: RunConfig, *, resume: bool) -> None:
+    """Make sure that this trainer may write to the store, and that it is the run's own."""
     record = run_in(store)
-    archive = Archive(store, config.run_id)
     if record is None:
+        if resume:
+            _refuse_lost_run(store, config)
         probe_conditional_put(store)
-        return archive
-    archive.open_run()
+        return
+    Archive(store, config.run_id).open_run()
     if not resume:
         raise RunMismatchError(
             f"{store.url} already holds the run {config.run_id}; "
             "continue it with --resume, or use another store prefix."
         )
-    return archive
+
+
+def _refuse_lost_run(store: Store, config: RunConfig) -> None:
+    """A run with checkpoints had versions. Going on in an empty store would begin it anew under
+    the same name, and replicas that hold its versions could never follow."""
+    checkpoints = Checkpoints(RunFolder(Path(config.out)).checkpoint, config.run_id)
+    if checkpoints.newest_step is not None:
+        raise RunMismatchError(
+            f"{store.url} does not hold the run {config.run_id}, which is at step "
+            f"{checkpoints.newest_step} in {config.out}; put the store back and resume, or start "
+            "a new run in another folder."
+        )
 
 
 def _create_run(archive: Archive, config: RunConfig, model: Path) -> None:
@@ -241,6 +269,7 @@ class _Recorder:
         line["consumed"] = len(record.consumed)
         line["dropped"] = {reason: len(ids) for reason, ids in record.dropped.items()}
         line |= {"kl": report.kl, "clipped": report.clipped, "time": time.time()}
+        line |= {"masked": report.masked, "left_out": report.left_out}
         line["publish"] = asdict(report.published)
         with self._metrics.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")

@@ -82,6 +82,11 @@ class Checkpoints:
             ) from error
         return final
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint; None when there is none."""
+        return max(self._steps(), default=None)
+
     def load(self) -> tuple[CheckpointState, dict[str, torch.Tensor]] | None:
         """The newest checkpoint, verified; None when there is none."""
         steps = self._steps()

@@ -1,6 +1,6 @@
 """The training loop, read from top to bottom in `Trainer.run`.
 
-    wait for whole, fresh groups -> loss, gradients -> AdamW on the masters -> publish -> report
+    wait for whole, fresh groups -> loss, gradients -> optimizer on the masters -> publish -> report
 
 Sampling never stops for it: workers go on with the version they have, each token's log-prob says
 under what it was sampled, and the loss corrects for it. Publishing overlaps the next step; what
@@ -17,11 +17,12 @@ import msgspec
 import torch
 
 from farcast.config import TrainConfig
+from farcast.errors import RunMismatchError
 from farcast.publish import Publisher, PublishJob, PublishReport
 from farcast.train.checkpoint import Checkpoints, CheckpointState
-from farcast.train.objectives import LossOutputs, group_advantages, policy_loss
-from farcast.train.packing import pack_group
+from farcast.train.objectives import objective_of
 from farcast.train.policy import Policy, served_root
+from farcast.train.update import UpdateReport, update
 from farcast.trajectory import Group, GroupBatcher, TrajectoryReceiver, staleness_of
 from farcast.trajectory.batching import RootOf
 
@@ -43,6 +44,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     kl: float
     clipped: float
     """Share of tokens outside the clip range."""
+    masked: int
+    """Tokens kept out of the loss: too old by `mask_staleness`, or refused by the objective."""
+    left_out: int
+    """Tokens kept out since a number was not finite."""
     staleness_mean: float
     staleness_max: int
     consumed: tuple[str, ...]
@@ -59,11 +64,7 @@ class _Update(NamedTuple):
     groups: Sequence[Group]
     version: int
     """The trainer's version when the step began."""
-    loss: float
-    kl: float
-    clipped: float
-    tokens: int
-    grad_norm: float
+    report: UpdateReport
 
 
 class _Pending(NamedTuple):
@@ -98,6 +99,7 @@ class Trainer:
     ) -> None:
         self._policy = policy
         self._config = config
+        self._objective = objective_of(config)
         self._run_id = run_id
         self._publisher = publisher
         self._receiver = receiver
@@ -130,11 +132,28 @@ class Trainer:
         if found is None:
             return False
         state, tensors = found
+        self._check_lineage(state)
         self._policy.restore(tensors)
         self._receiver.restore(state.receiver)
         self._batcher.restore(state.batcher, now=time.monotonic())
         self._step = self._saved_step = state.step
         return True
+
+    def _check_lineage(self, state: CheckpointState) -> None:
+        """The store must hold what this checkpoint had published: an older copy of the store, or
+        another one, would get version numbers a second time with other contents."""
+        newest = self._publisher.newest
+        if newest is None or newest.version < state.version:
+            held = "no version" if newest is None else f"only up to version {newest.version}"
+            raise RunMismatchError(
+                f"The checkpoint of step {state.step} had published version {state.version}, but "
+                f"the store holds {held}; put the run's own store back."
+            )
+        if self._root_of(state.version) not in (None, state.root):
+            raise RunMismatchError(
+                f"Version {state.version} in the store is not the one that the checkpoint of step "
+                f"{state.step} published; put the run's own store back."
+            )
 
     def run(self) -> None:
         """Train until `config.steps` steps are taken or `stop` says so; checkpointed on return.
@@ -147,8 +166,7 @@ class Trainer:
             if groups is None:
                 break
             began = time.perf_counter()
-            update = self._update(groups)
-            self._publish(update, began)
+            self._publish(self._update(groups), began)
             if self._step % self._config.checkpoint_every == 0:
                 self._checkpoint()
         self._checkpoint()
@@ -174,39 +192,21 @@ class Trainer:
         return None
 
     def _update(self, groups: Sequence[Group]) -> _Update:
-        """One optimizer step on whole groups; each token weighs the same."""
+        """One step on whole groups."""
         version = self.version
-        total = sum(sum(m.loss_mask) for group in groups for m in group.members)
-        outputs: list[LossOutputs] = []
-        for group in groups:
-            rewards = torch.tensor([member.reward for member in group.members])
-            if bool((rewards == rewards[0]).all()):
-                continue  # no member is better than another: all advantages are zero
-            for pack in pack_group(group.members, group_advantages(rewards).tolist()):
-                out = policy_loss(
-                    self._policy.logprobs(pack),
-                    pack.behaviour,
-                    pack.advantages,
-                    clip_low=self._config.clip_low,
-                    clip_high=self._config.clip_high,
-                    is_cap=self._config.is_cap,
-                )
-                (out.loss / max(total, 1)).backward()
-                outputs.append(out)
         self._step += 1
-        grad_norm = self._policy.step(self._step)
-        tokens = max(sum(out.tokens for out in outputs), 1)
-        return _Update(
-            groups=groups,
+        members = [group.members for group in groups]
+        report = update(
+            self._policy,
+            members,
+            self._objective,
+            self._config,
             version=version,
-            loss=sum(float(out.loss.detach()) for out in outputs) / max(total, 1),
-            kl=sum(out.kl for out in outputs) / tokens,
-            clipped=sum(out.clipped for out in outputs) / tokens,
-            tokens=total,
-            grad_norm=grad_norm,
+            step=self._step,
         )
+        return _Update(groups=groups, version=version, report=report)
 
-    def _publish(self, update: _Update, began: float) -> None:
+    def _publish(self, done: _Update, began: float) -> None:
         """Hand the new weights to the publisher; it is durable when the next step is."""
         self._settle(block=True)
         served = self._policy.served()
@@ -215,7 +215,7 @@ class Trainer:
         job = self._publisher.publish_async(served, self._step)
         self._blocked += time.perf_counter() - before
         seconds = time.perf_counter() - began
-        report = self._reporter(update, root, seconds, self._batcher.drain_dropped())
+        report = self._reporter(done, root, seconds, self._batcher.drain_dropped())
         self._pending = _Pending(job, report)
 
     def _settle(self, *, block: bool) -> None:
@@ -232,14 +232,14 @@ class Trainer:
 
     def _reporter(
         self,
-        update: _Update,
+        done: _Update,
         root: str,
         seconds: float,
         dropped: dict[str, tuple[str, ...]],
     ) -> Callable[[PublishReport], StepReport]:
-        members = [member for group in update.groups for member in group.members]
+        members = [member for group in done.groups for member in group.members]
         rewards = torch.tensor([member.reward for member in members])
-        ages = [staleness_of(member, update.version) for member in members]
+        ages = [staleness_of(member, done.version) for member in members]
         step, waited = self._step, self._waited
         self._waited = 0.0
 
@@ -251,15 +251,17 @@ class Trainer:
                 step=step,
                 reward_mean=float(rewards.mean()),
                 reward_std=float(rewards.std()),
-                loss=update.loss,
-                grad_norm=update.grad_norm,
-                kl=update.kl,
-                clipped=update.clipped,
+                loss=done.report.loss,
+                grad_norm=done.report.grad_norm,
+                kl=done.report.kl,
+                clipped=done.report.clipped,
+                masked=done.report.masked,
+                left_out=done.report.left_out,
                 staleness_mean=sum(ages) / len(ages),
                 staleness_max=max(ages),
                 consumed=tuple(member.id for member in members),
                 dropped=dropped,
-                tokens=update.tokens,
+                tokens=done.report.tokens,
                 step_seconds=seconds,
                 blocked_seconds=blocked,
                 waited_seconds=waited,

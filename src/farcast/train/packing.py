@@ -36,6 +36,10 @@ class Pack(NamedTuple):
     """[N] float32: log-probs recorded at sampling."""
     advantages: torch.Tensor
     """[N] float32"""
+    lengths: torch.Tensor
+    """[N] float32: tokens in the loss of the answer that a token belongs to."""
+    ages: torch.Tensor
+    """[N] int64: versions between the one that wrote the token and the trainer's."""
     temperature: float
 
 
@@ -45,6 +49,7 @@ class _Tail(NamedTuple):
     token_ids: tuple[int, ...]
     in_loss: list[int]
     behaviour: list[float]
+    ages: list[int]
     advantage: float
 
 
@@ -61,15 +66,20 @@ def shared_length(members: Sequence[Trajectory]) -> int:
 
 
 def pack_group(
-    members: Sequence[Trajectory], advantages: Sequence[float], *, most: int = MAX_PACK_TOKENS
+    members: Sequence[Trajectory],
+    advantages: Sequence[float],
+    *,
+    version: int,
+    most: int = MAX_PACK_TOKENS,
 ) -> Iterator[Pack]:
-    """Packs of at most `most` tokens; a longer member gets one of its own."""
+    """Packs of at most `most` tokens; a longer member gets one of its own. `version` is the
+    trainer's, from which the tokens' ages are counted."""
     shared = shared_length(members)
     prefix = members[0].token_ids[:shared]
     waiting: list[_Tail] = []
     size = shared
     for member, advantage in zip(members, advantages, strict=True):
-        tail = _tail(member, shared, advantage)
+        tail = _tail(member, shared, advantage, version)
         if waiting and size + len(tail.token_ids) > most:
             yield _pack(prefix, waiting, members[0].temperature)
             waiting, size = [], shared
@@ -79,12 +89,22 @@ def pack_group(
         yield _pack(prefix, waiting, members[0].temperature)
 
 
-def _tail(member: Trajectory, shared: int, advantage: float) -> _Tail:
+def token_ages(member: Trajectory, version: int) -> list[int]:
+    """For each token, how many versions ago it was written; 0 for tokens that no model wrote."""
+    ages = [0] * len(member.token_ids)
+    for span in member.spans:
+        ages[span.start : span.end] = [version - span.version] * (span.end - span.start)
+    return ages
+
+
+def _tail(member: Trajectory, shared: int, advantage: float, version: int) -> _Tail:
+    ages = token_ages(member, version)
     in_loss = [i for i in range(shared, len(member.token_ids)) if member.loss_mask[i]]
     return _Tail(
         token_ids=member.token_ids[shared:],
         in_loss=[i - shared for i in in_loss],
         behaviour=[member.logprobs[i] for i in in_loss],
+        ages=[ages[i] for i in in_loss],
         advantage=advantage,
     )
 
@@ -96,6 +116,8 @@ def _pack(prefix: Sequence[int], tails: Sequence[_Tail], temperature: float) -> 
     targets: list[int] = []
     behaviour: list[float] = []
     advantages: list[float] = []
+    lengths: list[int] = []
+    ages: list[int] = []
     for owner, tail in enumerate(tails, start=1):
         begin = len(tokens)
         # The first token after the shared part is predicted by the last shared one.
@@ -103,6 +125,8 @@ def _pack(prefix: Sequence[int], tails: Sequence[_Tail], temperature: float) -> 
         targets += [tail.token_ids[i] for i in tail.in_loss]
         behaviour += tail.behaviour
         advantages += [tail.advantage] * len(tail.in_loss)
+        lengths += [len(tail.in_loss)] * len(tail.in_loss)
+        ages += tail.ages
         read = tail.token_ids[:-1]  # nothing is predicted from the last token
         tokens += read
         positions += range(shared, shared + len(read))
@@ -117,5 +141,7 @@ def _pack(prefix: Sequence[int], tails: Sequence[_Tail], temperature: float) -> 
         targets=torch.tensor(targets, dtype=torch.long),
         behaviour=torch.tensor(behaviour, dtype=torch.float32),
         advantages=torch.tensor(advantages, dtype=torch.float32),
+        lengths=torch.tensor(lengths, dtype=torch.float32),
+        ages=torch.tensor(ages, dtype=torch.long),
         temperature=temperature,
     )

@@ -1,4 +1,4 @@
-"""The policy that is trained: a compute module, fp32 masters behind it, AdamW over the masters.
+"""The policy that is trained: a compute module, fp32 masters behind it, an optimizer over those.
 
 The module holds exactly the served values, bf16 rounded from the masters, widened to what this
 device computes with. So the trainer's forward pass uses the weights that replicas serve, and
@@ -14,6 +14,7 @@ from farcast.config import TrainConfig
 from farcast.delta import entry_of, root_of, to_bits
 from farcast.errors import FormatError
 from farcast.formats import canonical_names, served_bf16
+from farcast.train.optimizers import STATE_KEYS, Optimizer, hidden_matrices
 from farcast.train.packing import Pack
 
 
@@ -30,12 +31,8 @@ class Policy:
         self._masters = [
             p.detach().to(torch.float32, copy=True).requires_grad_() for p in self._params
         ]
-        self._optimizer = torch.optim.AdamW(
-            self._masters,
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            weight_decay=config.weight_decay,
-        )
+        hidden = hidden_matrices(module)
+        self._optimizer = Optimizer(self._masters, [name in hidden for name in named], config)
         self._refresh()
         module.eval()  # no dropout: the log-probs must be those of the sampler
 
@@ -60,17 +57,15 @@ class Policy:
         return _target_logprobs(logits.float() / pack.temperature, pack.targets.to(param.device))
 
     def step(self, step: int) -> float:
-        """One AdamW step (number `step`, from 1) over the gradients gathered in the module;
+        """One optimizer step (number `step`, from 1) over the gradients gathered in the module;
         returns their norm before clipping. A gradient that is not finite changes nothing."""
         for master, param in zip(self._masters, self._params, strict=True):
             master.grad = None if param.grad is None else param.grad.float()
             param.grad = None
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._config.grad_clip))
         if norm == norm and norm != float("inf"):
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._config.learning_rate * self._warmup(step)
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.step(step)
+        self._optimizer.zero_grad()
         self._refresh()
         return norm
 
@@ -85,7 +80,7 @@ class Policy:
         tensors: dict[str, torch.Tensor] = {}
         for name, master in zip(self._names, self._masters, strict=True):
             tensors[f"master/{name}"] = master.detach()
-            for key, value in self._optimizer.state.get(master, {}).items():
+            for key, value in self._optimizer.state(master).items():
                 tensors[f"{key}/{name}"] = value
         return tensors
 
@@ -105,20 +100,15 @@ class Policy:
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):
                 master.copy_(tensors[f"master/{name}"])
-                self._optimizer.state[master] = {
-                    key: tensors[f"{key}/{name}"].clone()
-                    for key in ("step", "exp_avg", "exp_avg_sq")
-                    if f"{key}/{name}" in tensors
-                }
+                keys = [key for key in STATE_KEYS if f"{key}/{name}" in tensors]
+                state = {key: tensors[f"{key}/{name}"] for key in keys}
+                self._optimizer.restore(master, state)
         self._refresh()
 
     def _refresh(self) -> None:
         with torch.no_grad():
             for master, param in zip(self._masters, self._params, strict=True):
                 param.copy_(served_bf16(master))
-
-    def _warmup(self, step: int) -> float:
-        return min(1.0, step / self._config.warmup_steps) if self._config.warmup_steps else 1.0
 
 
 def served_root(served: Mapping[str, torch.Tensor]) -> str:
