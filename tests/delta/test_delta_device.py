@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
 from farcast.delta import device, to_bits, words_of  # noqa: E402
 from farcast.delta.conditioned import FIELDS, PLAIN, field_of  # noqa: E402
 from farcast.errors import FormatError  # noqa: E402
@@ -41,6 +43,7 @@ DTYPES = {
     "I64": torch.int64,
     "C64": torch.complex64,
     "C128": torch.complex128,
+    "F4": torch.float4_e2m1fn_x2,
 }
 PLACES = [
     "cpu",
@@ -66,7 +69,7 @@ def small_pieces() -> Iterator[None]:
         ):
             change.setattr(device, name, size)
         if INTERPRETED:
-            change.setattr(device, "_passes", lambda _: device._triton())
+            change.setattr(device, "_passes", lambda t: device._triton(t.device))
         yield
 
 
@@ -257,8 +260,11 @@ def test_what_has_no_words_is_refused() -> None:
     with pytest.raises(FormatError, match="conjugation"):
         device.words_on_device(torch.zeros(3, dtype=torch.complex64).conj())
     words = device.words_on_device(tensor)
+    scheme = {"shift": 7, "mask": 255, "first": 0, "last": 9, "block_words": 128}
+    with pytest.raises(FormatError, match="contiguous row"):
+        device.find_on_device(words[::2], words[::2], **scheme)
     with pytest.raises(FormatError, match="differ"):
-        device.find_on_device(words, words[1:], shift=0, mask=0, first=0, last=0, block_words=128)
+        device.find_on_device(words, words[1:], **scheme)
 
 
 def test_live_parameters_are_written_in_any_mode() -> None:
@@ -280,6 +286,59 @@ def test_live_parameters_are_written_in_any_mode() -> None:
                 assert words.sum() == 2 * count
     assert parameter.requires_grad
     assert (parameter * 2).sum().backward() is None
+
+
+class Downloads(TorchFunctionMode):
+    """Counts the elements that go to the host."""
+
+    elements = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if getattr(func, "__name__", "") in {"cpu", "tolist", "item", "__bool__"}:
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_changes_and_digests_go_to_the_host() -> None:
+    chance = np.random.default_rng(3)
+    old = chance.integers(0, 1 << 16, 100_000, dtype=np.uint16)
+    new = old.copy()
+    new[chance.choice(old.size, 20, replace=False)] += 1
+    base, target = tensor_of(old, "cpu"), tensor_of(new, "cpu")
+    fields = {"shift": 7, "mask": 255, "first": 60, "last": 79, "block_words": 1 << 14}
+    with Downloads() as finding:
+        found = device.find_on_device(base, target, **fields)
+    assert finding.elements == 3 * 20 + 2 * len(found)  # and where each block's changes end
+    blocks = [by_class(changes, 0) for changes in found]
+    starts = np.cumsum([0, *(bounds[-1] for bounds, _ in blocks[:-1])])
+    bounds = np.stack([own + start for (own, _), start in zip(blocks, starts, strict=True)])
+    with Downloads() as applying:
+        places = device.locate_blocks_on_device(
+            base, **fields, bounds=bounds, ranks=np.concatenate([part.ranks for _, part in blocks])
+        )
+        deltas = np.concatenate([part.deltas for _, part in blocks])
+        device.add_on_device(base, places, deltas)
+    assert applying.elements <= len(found)
+    with Downloads() as hashing:
+        digest = device.digest_on_device(base)
+    assert hashing.elements == 8
+    assert digest == blake3(new.data.cast("B")).hexdigest()
+
+
+@needs_triton
+def test_where_triton_starts_no_kernel_torch_does_the_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from farcast.delta import triton_kernels
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(triton_kernels, "parent_values", refuse)
+    device._triton.cache_clear()
+    with pytest.warns(RuntimeWarning, match="C compiler"):
+        assert device._triton(torch.device("cpu")) is None
+    device._triton.cache_clear()
 
 
 SIZES = [0, 1, 3, 63, 64, 65, 127, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 5 * 1024 + 17]

@@ -6,9 +6,11 @@ counts the classes of each tile, and only the tiles of changed words are looked 
 
 On a CUDA device the passes are Triton kernels (`farcast.delta.triton_kernels`) where Triton is
 installed; everywhere else they are the torch functions of the same names below. Temporaries are
-bounded by `PIECE_WORDS` and `PIECE_EVENTS`, not by the tensor.
+bounded by `PIECE_WORDS` and `PIECE_EVENTS`, not by the tensor; a digest takes a 32nd of it. All
+work goes to the current stream.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import pairwise
@@ -55,6 +57,8 @@ class Scheme(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor, shift: int, mask: int, first: int, last: int) -> "Scheme":
+        if words.dim() != 1 or not words.is_contiguous():
+            raise FormatError("Words lie in one contiguous row; take them from words_on_device().")
         # Words are signed here, as torch computes little with unsigned ones: without the bits
         # that a shift fills with the sign, both kinds of shift agree.
         kept = (1 << (8 * words.element_size() - shift)) - 1
@@ -213,7 +217,7 @@ def _locate(
     finder = _Finder(words, grid, scheme) if scheme.top else None
     places = []
     for lo in range(0, ranks.size, PIECE_EVENTS):
-        part = np.ascontiguousarray(ranks[lo : lo + PIECE_EVENTS]).view(np.int32)
+        part = ranks[lo : lo + PIECE_EVENTS].astype(np.uint32).view(np.int32)
         rank = torch.from_numpy(part).to(device).to(torch.int64) & 0xFFFFFFFF
         event = torch.arange(lo, lo + part.size, device=device)
         group = torch.searchsorted(group_ends, event, right=True)
@@ -273,17 +277,28 @@ def _current(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 @cache
-def _triton() -> ModuleType | None:
+def _triton(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, once one has run on the device."""
     try:
         from farcast.delta import triton_kernels
     except ImportError:
+        return None
+    try:
+        triton_kernels.parent_values(torch.zeros((2, 8), dtype=torch.int32, device=device), 0)
+    except triton_kernels.FAILURES as error:
+        warnings.warn(
+            f"Triton starts no kernel on {device} ({str(error)[:200]}); slower torch passes do the "
+            "same. Triton needs a C compiler and a device it supports.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     return triton_kernels
 
 
 def _passes(tensor: Tensor) -> Any:
     """Who does the passes over all words of a tensor: Triton's kernels, or the functions below."""
-    return (_triton() if tensor.is_cuda else None) or TorchPasses
+    return (_triton(tensor.device) if tensor.is_cuda else None) or TorchPasses
 
 
 class TorchPasses:

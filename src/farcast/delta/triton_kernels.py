@@ -8,13 +8,18 @@ tensors into pieces.
 # mypy: ignore-errors
 # What Triton compiles is typed by Triton.
 
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from farcast.delta.device import TILE, Grid, Scheme
+
+FAILURES = (TritonError, RuntimeError, OSError, SubprocessError)
+"""What Triton raises where it cannot build or start a kernel: with no C compiler, say."""
 
 TILES_AT_ONCE = 8
 EVENTS_AT_ONCE = 16
