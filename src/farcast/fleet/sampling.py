@@ -9,31 +9,26 @@ from farcast.engines.chat import ChatCodec
 from farcast.engines.following import Commit
 from farcast.engines.modules import empty_module
 from farcast.engines.transformers_engine import TransformersEngine
-from farcast.fleet.assets import fetch_assets
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.watching import TrainerWatch
-from farcast.lineage import RunRecord
 from farcast.replica import Subscriber
 from farcast.replica.widened import WidenedModule
 from farcast.rollout import Worker, WorkerCounters, make_environment
 from farcast.store import CountingStore
-from farcast.store.archive import Archive
 from farcast.trajectory import TrajectorySender
 
 ENGINE_NAME = "transformers"
 
 
 class Sampler:
-    """A replica that is ready to join: its model is built, and has no version yet."""
+    """A replica that is ready to join: its model is built from the run's small files in
+    `folder`, and has no version yet."""
 
-    def __init__(
-        self, store: CountingStore, record: RunRecord, config: RunConfig, name: str, *, folder: Path
-    ) -> None:
+    def __init__(self, store: CountingStore, config: RunConfig, name: str, *, folder: Path) -> None:
         disable_progress_bar()
-        fetch_assets(Archive(store, record.run_id), record.assets, folder)
         self._store = store
         self._config = config
         self._name = name

@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from farcast.config import LinkConfig, RunConfig, decode_config
-from farcast.errors import ConfigError
+from farcast.config import STORE_PATIENCE, LinkConfig, RunConfig, decode_config
+from farcast.errors import ConfigError, StoreUnavailableError
+from farcast.fleet.assets import fetch_assets
 from farcast.fleet.finding import run_in
 from farcast.fleet.registry import Registry
 from farcast.fleet.replica_process import connect
@@ -20,7 +21,8 @@ from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.watching import TrainerWatch
 from farcast.lineage import RunRecord
-from farcast.store import CountingStore
+from farcast.store import CountingStore, PatientStore, Store
+from farcast.store.archive import Archive
 from farcast.types import NAME_PATTERN
 
 WAIT_SECONDS = 1.0
@@ -47,7 +49,9 @@ def run_worker(
             "or '-', beginning with a letter or digit."
         )
     store = connect(store_url, link)
-    record = _wait_for_run(store, stop)
+    # Until it follows the run it waits out what it will later sample through.
+    patient = PatientStore(store, STORE_PATIENCE, wait=stop.wait, tell=say)
+    record = _wait_for_run(patient, stop)
     if record is None:
         return
     config = decode_config(record.settings.encode(), RunConfig)
@@ -55,7 +59,8 @@ def run_worker(
     with _assets(folder) as assets:
         from farcast.fleet.sampling import Sampler
 
-        sampler = Sampler(store, record, config, worker_id, folder=assets)
+        fetch_assets(Archive(patient, record.run_id), record.assets, assets)
+        sampler = Sampler(store, config, worker_id, folder=assets)
         if _wait_for_step(store, worker_id, from_step, stop):
             sampler.run(stop)
 
@@ -74,11 +79,16 @@ def _wait_for_step(store: CountingStore, name: str, step: int, stop: StopRequest
     return False
 
 
-def _wait_for_run(store: CountingStore, stop: StopRequest) -> RunRecord | None:
+def _wait_for_run(store: Store, stop: StopRequest) -> RunRecord | None:
     """The run's record. A worker may be started before its trainer, and then waits for it."""
     told = False
     while not stop.requested:
-        record = run_in(store)
+        try:
+            record = run_in(store)
+        except StoreUnavailableError:
+            if not stop.wait(0):
+                raise
+            return None
         if record is not None:
             return record
         if not told:

@@ -7,6 +7,7 @@ from farcast.store.counting import CountingStore, Traffic
 from farcast.store.link import LinkedStore
 from farcast.store.memory import MemoryStore
 from farcast.store.opening import open_store
+from farcast.store.patience import PatientStore
 from farcast.store.probe import probe_conditional_put
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "LinkedStore",
     "MemoryStore",
     "ObjectInfo",
+    "PatientStore",
     "Store",
     "Traffic",
     "collect_garbage",
