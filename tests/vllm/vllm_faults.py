@@ -1,0 +1,45 @@
+"""Loaded inside vLLM's workers: farcast's extension with faults that tests can ask for."""
+
+from typing import Any
+
+from farcast.engines.vllm_plugin.resident import Resident
+from farcast.engines.vllm_plugin.residents import resident_of
+from farcast.engines.vllm_plugin.worker import FarcastWorker
+from farcast.errors import TargetError
+
+
+class FaultyWorker(FarcastWorker):
+    def farcast_test_fail(self, write: str) -> None:
+        """The write of that number fails, once."""
+        resident = self._resident()
+        left = [int(write)]
+        original = resident._exchange
+
+        def exchange(change: Any) -> None:
+            if left[0] == 0:
+                resident._exchange = original  # type: ignore[method-assign]
+                raise TargetError("A fault that a test asked for.")
+            left[0] -= 1
+            original(change)
+
+        resident._exchange = exchange  # type: ignore[method-assign]
+
+    def farcast_test_flip(self, name: str, position: str) -> None:
+        """Somebody else changes one word of a live tensor; the same call changes it back."""
+        resident = self._resident()
+        traced = resident._trace
+        assert traced is not None
+        block = traced.blocks[name][0]
+        traced.memories[block.memory][block.place + int(position)] ^= 1
+
+    def farcast_test_ignore_writes(self, on: str) -> None:
+        """A worker that says yes and does nothing."""
+        resident = self._resident()
+        if on == "on":
+            resident._exchange = lambda write: None  # type: ignore[method-assign]
+        else:
+            del resident.__dict__["_exchange"]
+
+    def _resident(self) -> Resident:
+        worker: Any = self
+        return resident_of(worker.model_runner.get_model())
