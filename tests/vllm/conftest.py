@@ -13,7 +13,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.xdist_group("vllm"))
             item.add_marker(pytest.mark.timeout(600))
             if environment_python() is None:

@@ -18,6 +18,8 @@ from farcast.publish import Publisher
 from farcast.replica import Subscriber
 from farcast.store import MemoryStore
 
+pytestmark = pytest.mark.vllm
+
 
 def sync(vllm: VllmWorld) -> None:
     """Bring the server to the newest version."""
