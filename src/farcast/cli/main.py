@@ -12,6 +12,7 @@ from farcast import __version__
 from farcast.cli import boundary
 from farcast.cli.bench import bench
 from farcast.cli.demo import demo
+from farcast.cli.gateway import gateway
 from farcast.cli.inspect import inspect
 from farcast.cli.plan import plan
 from farcast.cli.replica import replica
@@ -57,6 +58,7 @@ app.command(rich_help_panel="Run")(demo)
 app.command(rich_help_panel="Run")(train)
 app.command(rich_help_panel="Run")(worker)
 app.command(rich_help_panel="Run")(replica)
+app.command(rich_help_panel="Run")(gateway)
 app.command(rich_help_panel="Look")(status)
 app.command(rich_help_panel="Look")(inspect)
 app.command(rich_help_panel="Look")(plan)

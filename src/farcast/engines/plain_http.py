@@ -66,4 +66,9 @@ class PlainEngine:
             answer = self._client.get(f"/weight_sample?{query}")
         except EngineRefusedError:
             return None
-        return [float(value) for value in answer["values"]]
+        values = answer.get("values") if isinstance(answer, dict) else None
+        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+            raise EngineRefusedError(
+                f"The engine's sample of {name[:80]!r} is no list of numbers; correct that route."
+            )
+        return values

@@ -52,6 +52,10 @@ class Refused(Exception):
         )
 
 
+class ClientGoneError(Exception):
+    """The client hung up, or stopped reading."""
+
+
 class Listener:
     """An HTTP server on one port. `port` 0 takes a free one; `url` says which."""
 
@@ -94,6 +98,8 @@ class Listener:
             return await self._handler(request)
         except Refused as refused:
             return refused.response()
+        except ClientGoneError:
+            raise asyncio.CancelledError from None  # nobody is there to be answered
 
 
 async def read_body(request: web.BaseRequest) -> bytes:
@@ -109,6 +115,35 @@ async def read_body(request: web.BaseRequest) -> bytes:
         raise Refused(
             413, "TooLarge", f"The body is over {MAX_BODY >> 20} MiB; send a smaller one."
         ) from None
+
+
+async def begin(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Send the head of an answer."""
+    try:
+        await response.prepare(request)
+    except ConnectionError:
+        raise ClientGoneError from None
+
+
+async def end(response: web.StreamResponse) -> None:
+    """Send the mark that an answer is whole."""
+    try:
+        await response.write_eof()
+    except ConnectionError:
+        raise ClientGoneError from None
+
+
+async def send(request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:
+    """Write; a client that does not read is given up after a while."""
+    try:
+        async with asyncio.timeout(STALL_SECONDS):
+            await response.write(data)
+    except ConnectionError:
+        raise ClientGoneError from None
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientGoneError from None
 
 
 def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:

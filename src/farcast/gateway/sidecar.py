@@ -28,7 +28,7 @@ from farcast.errors import ConfigError, IntegrityError
 from farcast.gateway import provenance
 from farcast.gateway.bodies import Fields, join, salted, split, with_field
 from farcast.gateway.constraint import FIELD, HEADER, constraint_of
-from farcast.gateway.listening import STALL_SECONDS, Refused, read_body
+from farcast.gateway.listening import ClientGoneError, Refused, begin, end, read_body, send
 from farcast.gateway.metrics import Traffic
 from farcast.gateway.provenance import Provenance, Reported
 from farcast.gateway.routes import Route, Table
@@ -51,10 +51,6 @@ _PASSED_ON = ("X-Request-Id", "traceparent")
 
 
 _EXPECTED = (NotAdmittedError, IntegrityError, TimeoutError, UnreachableError, *Failure)
-
-
-class ClientGoneError(Exception):
-    """The client hung up, or stopped reading."""
 
 
 class _Said(NamedTuple):
@@ -219,19 +215,19 @@ class Sidecar:
             status=answer.status,
             headers={**provenance.start_headers(ticket.ref), **_type_of(answer)},
         )
-        await response.prepare(request)
+        await begin(request, response)
         visit.response = response
         events = EventRelay()
         async for chunk in answer.content.iter_any():
             ready = events.push(chunk)
             if ready:
-                await _send(request, response, ready)
+                await send(request, response, ready)
             if events.done:
                 break
         said = await visit.leave(ticket, events.reported)
         said = said or provenance.single(ticket.ref)
-        await _send(request, response, events.finish(said))
-        await response.write_eof()
+        await send(request, response, events.finish(said))
+        await end(response)
         return response
 
     # --- inside ------------------------------------------------------------------------------
@@ -349,26 +345,13 @@ class _Visit:
             self._ticket = None
 
 
-async def _send(request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:
-    """Write; a client that does not read is given up after a while."""
-    try:
-        async with asyncio.timeout(STALL_SECONDS):
-            await response.write(data)
-    except ConnectionError:
-        raise ClientGoneError from None
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ClientGoneError from None
-
-
 async def _break_off(
     request: web.BaseRequest, response: web.StreamResponse, refused: Refused
 ) -> None:
     """The status has gone out: say in the stream that it is not whole, and hang up without the
     mark of its end."""
     try:
-        await _send(request, response, b"data: %b\n\n" % refused.body())
+        await send(request, response, b"data: %b\n\n" % refused.body())
     finally:
         request.protocol.force_close()
 

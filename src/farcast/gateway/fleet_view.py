@@ -1,0 +1,126 @@
+"""The replicas of a run as a gateway knows them: from their records, and from what they answer.
+
+A record is trusted for a while after it last *changed*, by this process's own clock, so that no
+two machines have to agree on the time. Between two looks at the store, answers tell more: which
+version a replica serves now, and that one is out of reach.
+
+Refuses to send anything to a replica whose record names no http(s) address.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from farcast.engines.admission import Constraint
+from farcast.fleet.observe import SILENT_SECONDS
+from farcast.fleet.registry import Sighting
+
+SHUN_SECONDS = 2.0
+"""How long a replica that did not answer is asked last: about as long as a record takes."""
+
+_SERVING = ("serving", "staging")
+
+
+class Member:
+    """One replica. `load` counts the requests that this gateway has there."""
+
+    __slots__ = ("changed", "load", "name", "serving", "shunned", "updated", "url", "version")
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name = name
+        self.url = url
+        self.version = -1
+        self.serving = False
+        self.load = 0
+        self.updated = 0.0
+        self.changed = 0.0
+        self.shunned = 0.0
+
+
+class Choice(NamedTuple):
+    """A replica to ask, and whether it was found to suit."""
+
+    member: Member
+    suits: bool
+
+
+class FleetView:
+    """Used by one thread. `clock` is monotonic, `wall` is compared with the store's times once,
+    for records that were there before this process."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self._wall = wall
+        self._members: dict[str, Member] = {}
+        self._turn = 0
+
+    def update(self, sightings: Mapping[str, Sighting]) -> None:
+        """Take in what the store says."""
+        for name in self._members.keys() - sightings.keys():
+            del self._members[name]
+        for name, sighting in sightings.items():
+            self._take(name, sighting)
+
+    def usable(self) -> list[Member]:
+        """Those that serve, as far as anybody knows."""
+        now = self._clock()
+        return [m for m in self._members.values() if m.serving and now - m.changed < SILENT_SECONDS]
+
+    def shun(self, member: Member) -> None:
+        member.shunned = self._clock() + SHUN_SECONDS
+
+    def ordered(self, constraint: Constraint, preferred: str | None) -> list[Choice]:
+        """Whom to ask, best first: those that suit, the preferred one of them before the idlest,
+        in turn among equals. The others come last: their version may have moved meanwhile."""
+        self._turn += 1
+        usable = self.usable()
+        if len(usable) == 1:
+            only = usable[0]
+            return [Choice(only, constraint.refusal(only.version) is None)]
+        return _in_order(usable, constraint, preferred, self._turn, self._clock())
+
+    def _take(self, name: str, sighting: Sighting) -> None:
+        record = sighting.record
+        member = self._members.get(name)
+        if member is None or member.url != record.url:
+            if urlsplit(record.url).scheme not in ("http", "https"):
+                self._members.pop(name, None)
+                return
+            member = self._members[name] = Member(name, record.url.rstrip("/"))
+            age = self._wall() - sighting.modified
+            member.changed = self._clock() - max(0.0, age)
+        elif record.updated != member.updated:
+            member.changed = self._clock()
+        if record.updated != member.updated:
+            member.updated = record.updated
+            member.version = record.version
+            member.serving = record.state in _SERVING
+
+
+def _in_order(
+    members: Iterable[Member],
+    constraint: Constraint,
+    preferred: str | None,
+    turn: int,
+    now: float,
+) -> list[Choice]:
+    choices = [Choice(m, constraint.refusal(m.version) is None) for m in members]
+    start = turn % len(choices) if choices else 0
+    turned = choices[start:] + choices[:start]
+
+    def rank(choice: Choice) -> tuple[bool, bool, bool, int]:
+        member = choice.member
+        return (
+            not choice.suits,
+            member.shunned > now,
+            member.name != preferred,
+            member.load if choice.suits else -member.version,
+        )
+
+    return sorted(turned, key=rank)
