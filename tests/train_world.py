@@ -84,7 +84,10 @@ class TrainWorld:
         settings: dict[str, Any] = {
             "receiver": TrajectoryReceiver(self.store, RUN),
             "batcher": GroupBatcher(
-                RUN, max_staleness=self.config.max_staleness, group_timeout=60.0
+                RUN,
+                max_staleness=self.config.max_staleness,
+                group_timeout=60.0,
+                fits=policy.fits,
             ),
             "checkpoints": Checkpoints(self.folder, RUN),
             "root_of": lambda version: archive.manifest(version).root,

@@ -1,8 +1,11 @@
 """Records are bounded, checked against their key, and evidence is never overwritten."""
 
 import pytest
+from msgspec.structs import replace
 
+from farcast.dashboard.live import step_line
 from farcast.errors import FormatError, LimitError, VersionConflictError
+from farcast.fleet.observe import FleetObserver
 from farcast.fleet.records import (
     MAX_RECORD_BYTES,
     Receipt,
@@ -11,6 +14,7 @@ from farcast.fleet.records import (
     TrainerRecord,
 )
 from farcast.fleet.registry import Registry
+from farcast.fleet.watching import TrainerWatch
 from farcast.store import Store, open_store
 
 ROOT, OTHER = "0" * 64, "1" * 64
@@ -91,3 +95,54 @@ def test_a_huge_record_is_not_read(store: Store) -> None:
     store.put("fleet/trainer.json", b" " * (MAX_RECORD_BYTES + 1))
     with pytest.raises(LimitError):
         Registry(store).trainer()
+
+
+STRAYS = {
+    "fleet/replicas/notes.txt": b"hello",
+    "fleet/replicas/r9.json": b"\x80\x04}",
+    "fleet/replicas/copy.json": b'{"replica_id":"r1","state":"serving","version":2}',
+    "fleet/steps/000000000001.json": b'{"version":1,"step":1,"loss":null',
+    "fleet/steps/zzz": b"",
+    "fleet/receipts/r1/x": b"[]",
+}
+
+
+def test_stray_and_damaged_records_are_told_and_do_not_hide_the_others(store: Store) -> None:
+    registry = Registry(store)
+    registry.write_replica(ReplicaRecord(replica_id="r1", state="serving", version=2))
+    for version in (0, 2):
+        registry.put_step(step(version))
+    registry.put_receipt(receipt(ROOT, 1.0))
+    for key, data in STRAYS.items():
+        store.put(key, data)
+    told: list[str] = []
+    assert list(registry.replicas(damaged=lambda key, _: told.append(key))) == ["r1"]
+    assert [r.version for r in registry.steps(damaged=lambda key, _: told.append(key))] == [0, 2]
+    assert len(list(registry.receipts(damaged=lambda key, _: told.append(key)))) == 1
+    assert sorted(told) == sorted(STRAYS)
+    with pytest.raises(FormatError):
+        list(registry.steps())
+
+
+def test_a_look_at_a_run_survives_strays_and_a_damaged_trainers_record(store: Store) -> None:
+    registry = Registry(store)
+    trainer = TrainerRecord(run_id="run", state="done", version=3, step=3, positions={"r1": 7})
+    registry.write_trainer(trainer)
+    registry.put_step(step(0))
+    observer = FleetObserver(registry)
+    with TrainerWatch(registry, "r1") as watch:
+        observer.look()
+        for key, data in {**STRAYS, "fleet/trainer.json": b"\0" * 99}.items():
+            store.put(key, data)
+        snapshot = observer.look()
+        assert (snapshot.trainer, snapshot.step) == (trainer, 0)
+        watch._look()
+        assert (watch.done, watch.position()) == (True, 7)
+
+
+def test_a_step_whose_gradient_was_not_finite_has_a_record(store: Store) -> None:
+    registry = Registry(store)
+    record = StepRecord(version=1, step=1, root=ROOT, incarnation="a", loss=None, grad_norm=None)
+    registry.put_step(record)
+    assert list(registry.steps()) == [record]
+    assert "not finite" in step_line(replace(record, consumed=("t",)), 8)

@@ -1,5 +1,6 @@
 """Packing, the policy and the loop, on a tiny real model."""
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 from tests.models import tiny_module  # noqa: E402
 from tests.train_world import RUN, TrainWorld, trajectory  # noqa: E402
 
-from farcast import Publisher  # noqa: E402
+from farcast import Publisher, TrajectoryReceiver  # noqa: E402
 from farcast.errors import (  # noqa: E402
     ConfigError,
     FormatError,
@@ -20,6 +21,7 @@ from farcast.errors import (  # noqa: E402
     RunMismatchError,
 )
 from farcast.store.archive import Archive  # noqa: E402
+from farcast.store.testing import FaultStore, FlipBit, Rule  # noqa: E402
 from farcast.train.checkpoint import Checkpoints, CheckpointState  # noqa: E402
 from farcast.train.objectives import objective_of  # noqa: E402
 from farcast.train.packing import pack_group, shared_length  # noqa: E402
@@ -308,3 +310,88 @@ def test_an_optimizer_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str
     stranger = Policy(tiny_module(), TrainWorld(tmp_path, optimizer=rest).config)
     with pytest.raises(FormatError, match="another optimizer"):
         stranger.restore(policy.state())
+
+
+# --- what workers may send -----------------------------------------------------------------------
+
+
+def test_a_broken_batch_is_passed_over_and_named(tmp_path: Path) -> None:
+    """One damaged object must not hold the run, after a resume neither."""
+    world = TrainWorld(tmp_path, steps=2)
+    skipped: list[tuple[str, int]] = []
+    trainer, policy, publisher = world.trainer(
+        skipped=lambda error: skipped.append((error.worker_id, error.sequence))
+    )
+    zero = publisher.publish(policy.served(), 0)
+    world.send(zero, groups=1)
+    world.store.put("trajectories/w/000000000001", b"\x80\x04garbage", if_absent=True)
+    world.send(zero, groups=4)
+    trainer.run()
+    assert skipped == [("w", 1)]
+    assert [r.step for r in world.reports] == [1, 2]
+
+
+def test_a_batch_that_is_damaged_only_on_its_way_is_not_lost(tmp_path: Path) -> None:
+    world = TrainWorld(tmp_path, steps=1)
+    faulty = FaultStore(world.store)
+    faulty.add(Rule(FlipBit(999), verb="get", prefix="trajectories/", times=2))
+    skipped: list[Any] = []
+    trainer, policy, publisher = world.trainer(
+        skipped=skipped.append, receiver=TrajectoryReceiver(faulty, RUN)
+    )
+    sent = world.send(publisher.publish(policy.served(), 0), groups=2)
+    trainer.run()
+    assert skipped == []
+    assert sorted(world.reports[0].consumed) == sorted(sent)
+
+
+@pytest.mark.parametrize("tokens", [{"token_ids": (5, 6, 7, 8, 1 << 30)}, {"size": 4000}])
+def test_what_the_model_cannot_compute_with_is_dropped(
+    tmp_path: Path, tokens: dict[str, Any]
+) -> None:
+    """A worker with another tokenizer, or a text longer than the model has places."""
+    world = TrainWorld(tmp_path, steps=1)
+    trainer, policy, publisher = world.trainer()
+    zero = publisher.publish(policy.served(), 0)
+    size = tokens.get("size", 5)
+    ids = tokens.get("token_ids", (5,) * size)
+    bad = replace(
+        trajectory("bad", 0, zero, reward=1.0, rng=world.rng),
+        token_ids=ids,
+        logprobs=(0.0,) * size,
+        loss_mask=(False,) * 4 + (True,) * (size - 4),
+        spans=(PolicySpan(4, size, 0, zero.root),),
+        turns=(),
+    )
+    assert not policy.fits(bad)
+    huge = trajectory("huge", 0, zero, reward=1e300, rng=world.rng)
+    world.sender.submit_many((bad, huge))
+    world.send(zero, groups=2)
+    trainer.run()
+    assert world.reports[0].dropped == {"invalid": ("bad-0", "huge-0")}
+
+
+def test_a_group_of_one_gives_numbers_that_a_record_can_hold(tmp_path: Path) -> None:
+    world = TrainWorld(tmp_path, steps=1, groups_per_step=1)
+    trainer, policy, publisher = world.trainer()
+    zero = publisher.publish(policy.served(), 0)
+    world.sender.submit(trajectory("lone", 0, zero, reward=1e15, rng=world.rng, size=1))
+    trainer.run()
+    (report,) = world.reports
+    assert report.reward_std == 0.0
+    assert math.isfinite(report.reward_mean)
+
+
+def test_a_checkpoint_is_not_resumed_on_a_store_without_its_version(tmp_path: Path) -> None:
+    world = TrainWorld(tmp_path, steps=1)
+    trainer, policy, publisher = world.trainer()
+    world.send(publisher.publish(policy.served(), 0), groups=2)
+    trainer.run()
+    other = TrainWorld(tmp_path, steps=2)
+    with pytest.raises(RunMismatchError, match="no version"):
+        other.trainer()[0].resume()
+    again, policy, publisher = other.trainer()
+    publisher.publish(policy.served(), 0)
+    publisher.publish({k: t * 2 for k, t in policy.served().items()}, 1)
+    with pytest.raises(RunMismatchError, match="not the one"):
+        again.resume()

@@ -57,3 +57,8 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
         part = values[max(0, end - window) : end]
         means.append(sum(part) / len(part))
     return means
+
+
+def signed(value: float | None) -> str:
+    """A loss; None is one that was no finite number."""
+    return "not finite" if value is None else f"{value:+.4f}"

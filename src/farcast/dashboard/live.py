@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farcast.dashboard.figures import human_bytes, human_seconds, smooth, spark, times
+from farcast.dashboard.figures import human_bytes, human_seconds, signed, smooth, spark, times
 from farcast.fleet.events import FleetEvent
 from farcast.fleet.observe import FleetSnapshot
 from farcast.fleet.records import StepRecord
@@ -146,7 +146,7 @@ def step_line(record: StepRecord, steps: int) -> str:
     changed = record.changed / record.elements if record.elements else 0.0
     return (
         f"step {record.step:>4}/{steps}  version {record.version:>4}  "
-        f"reward {record.reward_mean:6.3f}  loss {record.loss:+.4f}  "
+        f"reward {record.reward_mean:6.3f}  loss {signed(record.loss)}  "
         f"stale {record.staleness_mean:.1f}/{record.staleness_max}  "
         f"changed {changed:7.3%}  {sent}  "
         f"took {human_seconds(record.step_seconds)}  "
@@ -181,7 +181,7 @@ def policy_table(steps: Sequence[StepRecord]) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(no_wrap=True)
     reward = f"{smooth(rewards, window=SMOOTHING)[-1]:.3f}  {spark(rewards)}" if rewards else "-"
-    grid.add_row("reward", Text(reward, style="bold green"), "loss", f"{newest.loss:+.4f}")
+    grid.add_row("reward", Text(reward, style="bold green"), "loss", signed(newest.loss))
     grid.add_row(
         "staleness",
         f"mean {newest.staleness_mean:.1f}, most {newest.staleness_max} versions",

@@ -78,8 +78,13 @@ def audit(store: Store, *, progress: Progress = lambda *_: None) -> AuditReport:
         progress(f"reading trajectories of {worker}", done, len(workers))
         reading.read(worker)
     progress("comparing", 1, 1)
-    steps = effective_steps(registry.steps())
-    receipts = list(registry.receipts())
+    damaged: list[str] = []
+
+    def note(key: str, error: FarcastError) -> None:
+        damaged.append(f"{key}: {error}")
+
+    steps = effective_steps(registry.steps(damaged=note))
+    receipts = list(registry.receipts(damaged=note))
     counted = account(reading.ids, steps)
     roots = [
         *walk.differences,
@@ -99,7 +104,13 @@ def audit(store: Store, *, progress: Progress = lambda *_: None) -> AuditReport:
         spans_verified=reading.spans,
         roots_match=not roots and verified == len(versions),
         account=counted,
-        differences=(*roots, *steps.differences, *reading.differences, *counted.differences),
+        differences=(
+            *roots,
+            *damaged,
+            *steps.differences,
+            *reading.differences,
+            *counted.differences,
+        ),
     )
 
 

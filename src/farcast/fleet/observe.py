@@ -1,16 +1,20 @@
 """What a run looks like from outside: its records, gathered from the store.
 
 Reads only. Steps are listed from the last one seen, so a look at a long run costs a few
-small requests.
+small requests. A record that is damaged, or a stray file, is left out and logged once.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from farcast.errors import FormatError
 from farcast.fleet.events import FleetEvent
 from farcast.fleet.records import StepRecord, TrainerRecord
-from farcast.fleet.registry import Registry, Sighting
+from farcast.fleet.registry import TRAINER_KEY, Registry, Sighting
+
+_LOG = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0
 """A replica writes its record about once a second; ten times that without one is silence."""
@@ -53,16 +57,27 @@ class FleetObserver:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._steps: list[StepRecord] = []
+        self._trainer: TrainerRecord | None = None
+        self._damaged: set[str] = set()
 
     def look(self) -> FleetSnapshot:
         newest = self._steps[-1].version if self._steps else -1
-        self._steps.extend(self._registry.steps(after=newest))
+        self._steps.extend(self._registry.steps(after=newest, damaged=self._leave_out))
+        try:
+            self._trainer = self._registry.trainer()
+        except FormatError as error:  # the next beat writes it anew
+            self._leave_out(TRAINER_KEY, error)
         return FleetSnapshot(
-            trainer=self._registry.trainer(),
+            trainer=self._trainer,
             steps=tuple(self._steps),
-            replicas=self._registry.replicas(),
+            replicas=self._registry.replicas(damaged=self._leave_out),
             seen=time.time(),
         )
+
+    def _leave_out(self, key: str, error: FormatError) -> None:
+        if key not in self._damaged:
+            self._damaged.add(key)
+            _LOG.warning("%s is left out: %s", key, error)
 
 
 class View(Protocol):

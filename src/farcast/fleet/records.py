@@ -75,8 +75,9 @@ class StepRecord(_Wire, frozen=True, kw_only=True):
     resumed_from: int = -1
     reward_mean: float = 0.0
     reward_std: float = 0.0
-    loss: float = 0.0
-    grad_norm: float = 0.0
+    loss: float | None = 0.0
+    grad_norm: float | None = 0.0
+    """None where it was not a finite number, which JSON cannot hold: the step changed nothing."""
     staleness_mean: float = 0.0
     staleness_max: Count = 0
     consumed: tuple[Name, ...] = ()

@@ -1,11 +1,13 @@
 """Reads and writes the records of `fleet/` in a store.
 
 Every record is bounded when read, decoded strictly, and checked against the key it stood under,
-so that a stray object cannot pose as another replica's. Refuses to overwrite evidence: a step
-record or a receipt is put once, and a second one that says something else is an error.
+so that a stray object cannot pose as another replica's. A record that fails this is reported to
+who asked, by key, and the others are read all the same: no stray file may blind or stop a run.
+Refuses to overwrite evidence: a step record or a receipt is put once, and a second one that says
+something else is an error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -18,7 +20,7 @@ from farcast.fleet.records import (
     StepRecord,
     TrainerRecord,
 )
-from farcast.store.base import Store
+from farcast.store.base import ObjectInfo, Store
 
 TRAINER_KEY = "fleet/trainer.json"
 REPLICAS_PREFIX = "fleet/replicas/"
@@ -26,6 +28,14 @@ STEPS_PREFIX = "fleet/steps/"
 RECEIPTS_PREFIX = "fleet/receipts/"
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+
+Damaged = Callable[[str, FormatError], None]
+"""Told the key of a record that cannot be used, and why."""
+
+
+def refuse(key: str, error: FormatError) -> None:  # noqa: ARG001 - a `Damaged`
+    """Raise for the first damaged record: for readers that need them all."""
+    raise error
 
 
 class Sighting(NamedTuple):
@@ -49,31 +59,24 @@ class Registry:
         return self._read(TRAINER_KEY, TrainerRecord)
 
     def write_replica(self, record: ReplicaRecord) -> None:
-        self._store.put(f"{REPLICAS_PREFIX}{record.replica_id}.json", msgspec.json.encode(record))
+        self._store.put(_replica_key(record), msgspec.json.encode(record))
 
-    def replicas(self) -> dict[str, Sighting]:
+    def replicas(self, *, damaged: Damaged = refuse) -> dict[str, Sighting]:
         """Every replica that ever wrote a record, by id."""
-        seen = {}
-        for info in self._store.list(REPLICAS_PREFIX):
-            record = self._read(info.key, ReplicaRecord)
-            if record is None:
-                continue
-            _check_key(info.key, f"{REPLICAS_PREFIX}{record.replica_id}.json")
-            seen[record.replica_id] = Sighting(record, info.modified)
-        return seen
+        return {
+            record.replica_id: Sighting(record, info.modified)
+            for info, record in self._all(REPLICAS_PREFIX, ReplicaRecord, _replica_key, damaged)
+        }
 
     def put_step(self, record: StepRecord) -> None:
         """Put a step's record once; the same record again is no error."""
         self._put_once(_step_key(record.version), record, StepRecord)
 
-    def steps(self, *, after: int = -1) -> Iterator[StepRecord]:
+    def steps(self, *, after: int = -1, damaged: Damaged = refuse) -> Iterator[StepRecord]:
         """Step records with a version above `after`, in order of version."""
         start = _step_key(after) if after >= 0 else None
-        for info in self._store.list(STEPS_PREFIX, start_after=start):
-            record = self._read(info.key, StepRecord)
-            if record is not None:
-                _check_key(info.key, _step_key(record.version))
-                yield record
+        for _, record in self._all(STEPS_PREFIX, StepRecord, _key_of_step, damaged, start):
+            yield record
 
     def put_receipt(self, receipt: Receipt) -> None:
         """Put a receipt once. A replica that restarts may commit a version a second time: the
@@ -89,13 +92,29 @@ class Registry:
                     f"{receipt.version}; give each replica an id of its own."
                 ) from None
 
-    def receipts(self) -> Iterator[Receipt]:
+    def receipts(self, *, damaged: Damaged = refuse) -> Iterator[Receipt]:
         """Every receipt, by replica and then by version."""
-        for info in self._store.list(RECEIPTS_PREFIX):
-            receipt = self._read(info.key, Receipt)
-            if receipt is not None:
-                _check_key(info.key, _receipt_key(receipt.replica_id, receipt.version))
-                yield receipt
+        for _, receipt in self._all(RECEIPTS_PREFIX, Receipt, _key_of_receipt, damaged):
+            yield receipt
+
+    def _all(
+        self,
+        prefix: str,
+        kind: type[_T],
+        key_of: Callable[[_T], str],
+        damaged: Damaged,
+        start_after: str | None = None,
+    ) -> Iterator[tuple[ObjectInfo, _T]]:
+        for info in self._store.list(prefix, start_after=start_after):
+            try:
+                record = self._read(info.key, kind)
+                if record is not None:
+                    _check_key(info.key, key_of(record))
+            except FormatError as error:
+                damaged(info.key, error)
+                continue
+            if record is not None:
+                yield info, record
 
     def _put_once(self, key: str, record: _T, kind: type[_T]) -> None:
         try:
@@ -118,6 +137,18 @@ class Registry:
             raise FormatError(
                 f"The record {key} is not valid ({error}); delete it or restore it from a backup."
             ) from error
+
+
+def _replica_key(record: ReplicaRecord) -> str:
+    return f"{REPLICAS_PREFIX}{record.replica_id}.json"
+
+
+def _key_of_step(record: StepRecord) -> str:
+    return _step_key(record.version)
+
+
+def _key_of_receipt(receipt: Receipt) -> str:
+    return _receipt_key(receipt.replica_id, receipt.version)
 
 
 def _step_key(version: int) -> str:

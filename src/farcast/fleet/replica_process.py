@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from farcast.config import LinkConfig
-from farcast.errors import StoreUnavailableError, UnknownVersionError
+from farcast.errors import FormatError, StoreUnavailableError, UnknownVersionError
 from farcast.fleet.assets import fetch_assets
 from farcast.fleet.finding import open_archive
 from farcast.fleet.registry import Registry
@@ -104,7 +104,7 @@ def report_commit(reporter: ReplicaReporter, ref: VersionRef, stats: SyncStats) 
 def _trainer_is_done(registry: Registry) -> bool:
     try:
         trainer = registry.trainer()
-    except StoreUnavailableError:
+    except (StoreUnavailableError, FormatError):  # its next beat writes it anew
         return False
     return trainer is not None and trainer.state == "done"
 

@@ -11,6 +11,7 @@ unless it is told to resume.
 
 import contextlib
 import datetime
+import math
 import secrets
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from farcast.config import RunConfig, encode_config
 from farcast.engines.modules import load_module
-from farcast.errors import RunMismatchError, UnknownVersionError
+from farcast.errors import BrokenBatchError, RunMismatchError, UnknownVersionError
 from farcast.fleet.assets import put_assets
 from farcast.fleet.finding import run_in
 from farcast.fleet.heartbeat import Heartbeat
@@ -165,12 +166,16 @@ def _trainer(
         publisher=publisher,
         receiver=receiver,
         batcher=GroupBatcher(
-            config.run_id, max_staleness=config.train.max_staleness, group_timeout=GROUP_TIMEOUT
+            config.run_id,
+            max_staleness=config.train.max_staleness,
+            group_timeout=GROUP_TIMEOUT,
+            fits=policy.fits,
         ),
         checkpoints=Checkpoints(RunFolder(Path(config.out)).checkpoint, config.run_id),
         root_of=root_of,
         report=recorder.step,
         idle=recorder.idle,
+        skipped=recorder.skipped,
         stop=lambda: stop.requested,
     )
 
@@ -221,6 +226,13 @@ class _Recorder:
         self._heartbeat.check()
         self._heartbeat.update(positions=self._receiver.positions())
 
+    def skipped(self, error: BrokenBatchError) -> None:
+        """A worker's batch is lost to the run; `farcast verify` lists it, too."""
+        say(
+            f"skipped batch {error.sequence} of worker {error.worker_id}, whose trajectories are "
+            f"lost ({self._receiver.skipped} so far): {error.__cause__}"
+        )
+
     def step(self, report: StepReport) -> None:
         """A step's version is durable: record it."""
         self._heartbeat.check()
@@ -247,8 +259,8 @@ class _Recorder:
             resumed_from=self.resumed_from,
             reward_mean=report.reward_mean,
             reward_std=report.reward_std,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
+            loss=_finite(report.loss),
+            grad_norm=_finite(report.grad_norm),
             staleness_mean=report.staleness_mean,
             staleness_max=report.staleness_max,
             consumed=report.consumed,
@@ -275,4 +287,9 @@ class _Recorder:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def _is_recorded(self, version: int) -> bool:
-        return any(record.version == version for record in self._registry.steps())
+        steps = self._registry.steps(damaged=lambda key, error: say(f"{key}: {error}"))
+        return any(record.version == version for record in steps)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -3,7 +3,7 @@
 import threading
 from types import TracebackType
 
-from farcast.errors import FarcastError, StoreUnavailableError
+from farcast.errors import FarcastError, FormatError, StoreUnavailableError
 from farcast.fleet.registry import Registry
 
 LOOK_SECONDS = 0.3
@@ -13,7 +13,8 @@ LOOK_SECONDS = 0.3
 class TrainerWatch:
     """Reads the trainer's record from a thread of its own. Use as a context manager.
 
-    Refuses to guess: while the store is away, what was known last stays known.
+    Refuses to guess: while the store is away or the record is damaged, what was known last stays
+    known.
     """
 
     def __init__(self, registry: Registry, worker_id: str) -> None:
@@ -67,7 +68,7 @@ class TrainerWatch:
     def _look(self) -> None:
         try:
             trainer = self._registry.trainer()
-        except StoreUnavailableError:
+        except (StoreUnavailableError, FormatError):  # the trainer's next beat writes it anew
             return
         if trainer is not None:
             self._position = trainer.positions.get(self._worker_id, 0)

@@ -17,18 +17,28 @@ import msgspec
 import torch
 
 from farcast.config import TrainConfig
-from farcast.errors import RunMismatchError
+from farcast.errors import BrokenBatchError, RunMismatchError
 from farcast.publish import Publisher, PublishJob, PublishReport
 from farcast.train.checkpoint import Checkpoints, CheckpointState
 from farcast.train.objectives import objective_of
 from farcast.train.policy import Policy, served_root
 from farcast.train.update import UpdateReport, update
-from farcast.trajectory import Group, GroupBatcher, TrajectoryReceiver, staleness_of
+from farcast.trajectory import (
+    Group,
+    GroupBatcher,
+    Trajectory,
+    TrajectoryReceiver,
+    staleness_of,
+)
 from farcast.trajectory.batching import RootOf
 
 POLL_SECONDS = 0.1
 READ_AHEAD_GROUPS = 4
 """Groups read beyond those of one step: more would only wait here instead of in the store."""
+
+BROKEN_TRIES = 3
+"""Reads of a broken batch before it is passed over: what the way here did to it passes, what
+stands in the store does not."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +82,7 @@ class _Pending(NamedTuple):
 
     job: PublishJob
     report: Callable[[PublishReport], StepReport]
+    version: int
 
 
 class Trainer:
@@ -79,7 +90,8 @@ class Trainer:
 
     `root_of` knows what was published, so that a span's claim can be checked. `report` is called
     once a step, in order, as soon as its version is durable; `idle` while the loop waits for
-    trajectories. `stop` is asked between steps.
+    trajectories; `skipped` for each batch that cannot be read, since one damaged object must
+    not end a run. `stop` is asked between steps.
     """
 
     def __init__(
@@ -95,6 +107,7 @@ class Trainer:
         root_of: RootOf,
         report: Callable[[StepReport], None],
         idle: Callable[[], None] = lambda: None,
+        skipped: Callable[[BrokenBatchError], None] = lambda _: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._policy = policy
@@ -108,10 +121,13 @@ class Trainer:
         self._root_of = root_of
         self._report = report
         self._idle = idle
+        self._skipped = skipped
         self._stop = stop
         self._step = 0
         self._saved_step = -1
         self._pending: _Pending | None = None
+        self._broken: tuple[str, int, int] = ("", 0, 0)
+        """Worker and sequence of the batch that was refused last, and how often in a row."""
         self._blocked = 0.0
         self._waited = 0.0
 
@@ -123,8 +139,10 @@ class Trainer:
     @property
     def version(self) -> int:
         """The version of the weights that the next step starts from."""
+        if self._pending is not None:
+            return self._pending.version
         newest = self._publisher.newest
-        return (-1 if newest is None else newest.version) + (self._pending is not None)
+        return -1 if newest is None else newest.version
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint; False when there is none."""
@@ -178,7 +196,7 @@ class Trainer:
         while not self._stop():
             room = want + READ_AHEAD_GROUPS - self._batcher.whole_groups()
             if room > 0:
-                read = self._receiver.consume(room * self._config.group_size)
+                read = self._read(room * self._config.group_size)
                 self._batcher.add(read, now=time.monotonic())
             groups = self._batcher.take(
                 want, version=self.version, now=time.monotonic(), root_of=self._root_of
@@ -190,6 +208,20 @@ class Trainer:
             self._idle()
             time.sleep(POLL_SECONDS)
         return None
+
+    def _read(self, most: int) -> list[Trajectory]:
+        """New trajectories. A batch that stays broken is passed over: it is one worker's, and to
+        stop would let any of them, or one damaged object, hold the run for good."""
+        try:
+            return self._receiver.consume(most)
+        except BrokenBatchError as error:
+            worker, sequence, tries = self._broken
+            same = (worker, sequence) == (error.worker_id, error.sequence)
+            self._broken = (error.worker_id, error.sequence, tries + 1 if same else 1)
+            if self._broken[-1] >= BROKEN_TRIES:
+                self._receiver.skip(error.worker_id)
+                self._skipped(error)
+            return []
 
     def _update(self, groups: Sequence[Group]) -> _Update:
         """One step on whole groups."""
@@ -212,11 +244,12 @@ class Trainer:
         served = self._policy.served()
         root = served_root(served)
         before = time.perf_counter()
+        version = self.version + 1
         job = self._publisher.publish_async(served, self._step)
         self._blocked += time.perf_counter() - before
         seconds = time.perf_counter() - began
         report = self._reporter(done, root, seconds, self._batcher.drain_dropped())
-        self._pending = _Pending(job, report)
+        self._pending = _Pending(job, report, version)
 
     def _settle(self, *, block: bool) -> None:
         """Report the version on its way once it is durable. An error of publishing surfaces here:
@@ -250,7 +283,7 @@ class Trainer:
                 root=root,
                 step=step,
                 reward_mean=float(rewards.mean()),
-                reward_std=float(rewards.std()),
+                reward_std=float(rewards.std()) if len(members) > 1 else 0.0,
                 loss=done.report.loss,
                 grad_norm=done.report.grad_norm,
                 kl=done.report.kl,

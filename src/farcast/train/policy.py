@@ -16,6 +16,10 @@ from farcast.errors import FormatError
 from farcast.formats import canonical_names, served_bf16
 from farcast.train.optimizers import STATE_KEYS, Optimizer, hidden_matrices
 from farcast.train.packing import Pack
+from farcast.trajectory import Trajectory
+
+MAX_REWARD = 1e15
+"""Its square is far inside float32."""
 
 
 class Policy:
@@ -35,10 +39,21 @@ class Policy:
         self._optimizer = Optimizer(self._masters, [name in hidden for name in named], config)
         self._refresh()
         module.eval()  # no dropout: the log-probs must be those of the sampler
+        self._vocabulary = int(module.get_input_embeddings().weight.shape[0])
+        text = module.config.get_text_config()
+        self._longest: int | None = getattr(text, "max_position_embeddings", None)
 
     @property
     def module(self) -> Any:
         return self._module
+
+    def fits(self, trajectory: Trajectory) -> bool:
+        """Whether this model can compute with it: it knows the token ids, has a place for each,
+        and the reward is no number whose square is not finite. A worker with another model, or
+        with a bug, must not bring down the trainer."""
+        if self._longest is not None and len(trajectory.token_ids) > self._longest:
+            return False
+        return max(trajectory.token_ids) < self._vocabulary and abs(trajectory.reward) <= MAX_REWARD
 
     def logprobs(self, pack: Pack) -> torch.Tensor:
         """Log-probs [N] of the pack's targets at the temperature they were sampled with, and a

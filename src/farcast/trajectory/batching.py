@@ -4,8 +4,9 @@ store and no clock; `now` is passed in, in seconds of whatever clock the caller 
 Every trajectory that is added ends in exactly one place: in a group that `take` returned, in
 the dropped ones under one reason, or waiting. The rules, in the order they are applied:
 
-    invalid   the group contradicts itself (sizes differ, or more members than its size), or a
-              span names a version that was never published or has another root. Whole group.
+    invalid   the group contradicts itself (sizes differ, or more members than its size), a
+              member does not fit the model that is trained, or a span names a version that was
+              never published or has another root. Whole group.
     partial   a member was aborted, or a member did not come within `group_timeout`. Whole
               group, later members included: a baseline over the rest would be biased, since
               what is missing is mostly what was long.
@@ -97,12 +98,21 @@ class GroupBatcher:
     the receiver's: what the receiver has passed and no step has used is held here.
 
     Read only as much as the next step lacks: what stays in the store is what holds workers back.
+    `fits` says whether the model can compute with a trajectory: its token ids, its length.
     """
 
-    def __init__(self, run_id: str, *, max_staleness: int, group_timeout: float) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        max_staleness: int,
+        group_timeout: float,
+        fits: Callable[[Trajectory], bool] = lambda _: True,
+    ) -> None:
         self._run_id = run_id
         self._max_staleness = max_staleness
         self._group_timeout = group_timeout
+        self._fits = fits
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._closed: OrderedDict[str, DropReason] = OrderedDict()
         self._dropped: dict[DropReason, list[str]] = {reason: [] for reason in REASONS}
@@ -140,7 +150,8 @@ class GroupBatcher:
                 self._repeated += 1
                 continue
             group.members[trajectory.id] = trajectory
-            if any(m.group_size != trajectory.group_size for m in group.members.values()):
+            sizes = {member.group_size for member in group.members.values()}
+            if len(sizes) > 1 or not self._fits(trajectory):
                 self._close(trajectory.group_id, "invalid")
             elif trajectory.finish_reason == "aborted":
                 self._close(trajectory.group_id, "partial")
