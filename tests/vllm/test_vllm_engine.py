@@ -3,7 +3,6 @@ says, word for word, and answers as a server that loaded that version from disk 
 
 import json
 import threading
-from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -13,7 +12,7 @@ from vllm_world import RUN, Server, VllmWorld, changed
 
 from farcast.delta import TensorBits, words_of
 from farcast.engines.http_engine import label_of
-from farcast.errors import TargetChangedError, TargetError, TensorMismatchError
+from farcast.errors import IntegrityError, TargetChangedError, TargetError, TensorMismatchError
 from farcast.publish import Publisher
 from farcast.replica import Subscriber
 from farcast.store import MemoryStore
@@ -149,7 +148,7 @@ def test_a_commit_falls_into_answers_in_flight(vllm: VllmWorld) -> None:
     for stream, tokens in zip(streams, (60, 90), strict=True):
         stream.join(timeout=120)
         assert len(stream.tokens) == tokens, "a commit lost an answer"
-    spans = [[span["weight_version"] for span in stream.spans] for stream in streams]
+    spans = [[span["version"] for span in stream.spans] for stream in streams]
     assert spans == [[label_of(old), label_of(vllm.refs[-1])]] * 2
 
 
@@ -179,9 +178,11 @@ def test_an_engine_that_only_says_yes_is_not_believed(vllm: VllmWorld) -> None:
     staged = vllm.subscriber.stage()
     assert staged is not None
     vllm.rpc("farcast_test_ignore_writes", "on")
-    with pytest.raises(TargetError):
-        vllm.subscriber.commit(staged)
-    vllm.rpc("farcast_test_ignore_writes", "off")
+    try:
+        with pytest.raises(IntegrityError):
+            vllm.subscriber.commit(staged)
+    finally:
+        vllm.rpc("farcast_test_ignore_writes", "off")
     staged.discard()
     assert vllm.target.ref == old
     assert vllm.target.verify() == old.root
@@ -243,9 +244,7 @@ def test_another_dtype_is_refused_and_never_cast(vllm: VllmWorld) -> None:
     assert vllm.target.verify() == vllm.refs[-1].root
 
 
-def test_an_engine_with_other_weights_than_its_folder_is_refused(
-    vllm: VllmWorld, tmp_path: Path
-) -> None:
+def test_an_engine_with_other_weights_than_its_folder_is_refused(vllm: VllmWorld) -> None:
     sync(vllm)
     vllm.publish_change()
     other = vllm.folder_of(vllm.refs[-1].version)

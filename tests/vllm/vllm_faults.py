@@ -36,7 +36,7 @@ class FaultyWorker(FarcastWorker):
         """A worker that says yes and does nothing."""
         resident = self._resident()
         if on == "on":
-            resident._exchange = lambda write: None  # type: ignore[method-assign]
+            resident._exchange = lambda _: None  # type: ignore[method-assign]
         else:
             del resident.__dict__["_exchange"]
 

@@ -36,7 +36,7 @@ PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time, a
 
 
 def environment_python() -> Path | None:
-    """Python of the environment that `make vllm-env` builds; `FARCAST_VLLM_PYTHON` names another."""
+    """Python of `make vllm-env`'s environment; `FARCAST_VLLM_PYTHON` names another."""
     python = Path(os.environ.get("FARCAST_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
     return python if python.exists() else None
 

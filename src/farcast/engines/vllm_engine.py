@@ -47,7 +47,7 @@ class VllmEngine:
 
     name = "vllm"
     salt_field = "cache_salt"
-    guarded_routes = (
+    guarded_routes: tuple[str, ...] = (
         "/abort_requests",
         "/collective_rpc",
         "/finish_weight_update",

@@ -37,6 +37,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped he
         super().__init__()
         self._memories = memories
         self._sources = sources
+        self.loading = ""
         self.blocks: dict[str, list[Block]] = {}
         self.opaque: dict[str, str] = {}
 
@@ -57,7 +58,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped he
     def _record(self, memory: int, target: torch.Tensor, source: torch.Tensor) -> None:
         name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
         if name is None:
-            return  # computed from something: the tensor it came from stays without this block
+            self.opaque[self.loading] = "its loader computes what it stores"
+            return
         if source.dtype != target.dtype:
             self.opaque[name] = f"it is converted from {source.dtype} to {target.dtype}"
             return
@@ -86,6 +88,7 @@ def trace(model: Any, places: Mapping[str, Place], dtypes: Mapping[str, torch.dt
     recorder = _Recorder(by_address, names)
     with torch.no_grad(), recorder:
         for name, shell in shells.items():
+            recorder.loading = name
             try:
                 model.load_weights([(name, shell)])
             except Exception as error:  # noqa: BLE001 - loaders raise whatever they like
