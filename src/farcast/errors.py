@@ -24,6 +24,9 @@ a credential, a token or a signed URL.
     │   ├── UnknownVersionError      that version was never published, or is gone
     │   └── VersionConflictError     another publisher wrote that version first
     ├── PoisonError                  weights or samples that would ruin the run
+    ├── RankError                    (retry) another rank of this publisher failed: nothing was
+    │   │                            published, and no rank's baseline moved
+    │   └── RankLostError            a rank did not answer in time: restart all of them
     ├── TargetError
     │   ├── TensorMismatchError      names, shapes or dtypes differ; nothing was written
     │   ├── TargetChangedError       the target moved between reading and writing
@@ -118,6 +121,17 @@ class VersionConflictError(LineageError):
 
 class PoisonError(FarcastError):
     exit_code = 6
+
+
+class RankError(FarcastError):
+    """Raised on the ranks that did their part; the rank that failed raises its own error."""
+
+    retry = True
+    exit_code = 9
+
+
+class RankLostError(RankError):
+    retry = False
 
 
 class TargetError(FarcastError):

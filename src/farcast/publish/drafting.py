@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from farcast.delta import TensorBits, root_of
-from farcast.lineage import Delta, Manifest, ObjectRef, encode_manifest, is_anchor_due, squash_spans
+from farcast.lineage import Delta, Manifest, ObjectRef, is_anchor_due, squash_spans
 from farcast.publish.history import History, Reverse, Undo, squash_parts
 from farcast.publish.parts import Tally, anchor_parts, delta_parts
 from farcast.store.archive import Archive
@@ -55,13 +55,6 @@ class Draft:
     repeated: bool
     encode_seconds: float
     put_seconds: float
-
-    @property
-    def bytes_sent(self) -> int:
-        if self.repeated:
-            return 0
-        objects = sum(ref.size for ref in self.manifest.objects)
-        return objects + len(encode_manifest(self.manifest))
 
 
 def draft_version(

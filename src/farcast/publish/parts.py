@@ -70,17 +70,21 @@ def delta_parts(
 
 def split(target: Mapping[str, TensorBits], *, part_bytes: int) -> Iterator[list[str]]:
     """The names in order, cut where a part would pass its size; a larger tensor stands alone."""
-    total = sum(bits.data.nbytes for bits in target.values())
-    limit = max(part_bytes, -(-total // MAX_PARTS))
+    sizes = {name: bits.data.nbytes for name, bits in target.items()}
+    return split_sizes(sizes, part_bytes=part_bytes)
+
+
+def split_sizes(sizes: Mapping[str, int], *, part_bytes: int) -> Iterator[list[str]]:
+    """Like `split`, from the tensors' sizes in bytes."""
+    limit = max(part_bytes, -(-sum(sizes.values()) // MAX_PARTS))
     names: list[str] = []
     size = 0
-    for name in sorted(target):
-        nbytes = target[name].data.nbytes
-        if names and size + nbytes > limit:
+    for name in sorted(sizes):
+        if names and size + sizes[name] > limit:
             yield names
             names, size = [], 0
         names.append(name)
-        size += nbytes
+        size += sizes[name]
     yield names
 
 

@@ -13,17 +13,18 @@ The rules:
     trainer that comes back may repeat its last step. `repeats=False` gives it the next number.
  6. What is given is never written into, and may be overwritten as soon as a call returns.
 
-Refuses to gather shards, to derive served tensors from master weights, and to retry.
+With `comms`, every rank of a sharded model publishes its own shards; see `sharded`. Refuses to
+gather shards, to derive served tensors from master weights, and to retry.
 """
 
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -36,13 +37,16 @@ from farcast.errors import (
     UnknownVersionError,
     VersionConflictError,
 )
-from farcast.lineage import Manifest, check_anchor_every, check_squash
+from farcast.lineage import Manifest, check_anchor_every, check_squash, encode_manifest
+from farcast.publish.comms import Comms
 from farcast.publish.drafting import Base, Draft, Drafting, draft_version
 from farcast.publish.history import History
 from farcast.publish.job import PublishJob
 from farcast.publish.parts import PART_BYTES
+from farcast.publish.pieces import Where, layout_of, localised
 from farcast.publish.poison import check_poison
 from farcast.publish.reports import PublishReport, PublishTotals
+from farcast.publish.sharded import Holding, ShardedVersions
 from farcast.publish.snapshot import Bits, Snapshots, copied, on_device, views
 from farcast.store.archive import Archive
 from farcast.store.base import Store
@@ -51,6 +55,8 @@ from farcast.store.rebuilding import Weights
 from farcast.types import NAME_PATTERN, VersionRef
 
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+_T = TypeVar("_T")
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,6 +72,10 @@ class Publisher:
     `squash=4` also publishes, with every 4th version, the change from 4 before, with every 16th
     that from 16 before and so on: a replica that comes back late then reads O(log n) objects, for
     up to one more delta's worth of upload a version and level.
+
+    With `comms` every rank has a publisher and calls `publish` in step, with the shards it holds
+    (DTensors, sharded by rows) and with plain tensors: nothing is gathered, one manifest commits
+    all, and an error on one rank is an error on all. See docs/decisions/sharded.md.
     """
 
     def __init__(
@@ -81,9 +91,12 @@ class Publisher:
         repeats: bool = True,
         part_bytes: int = PART_BYTES,
         workers: int = 4,
+        comms: Comms | None = None,
     ) -> None:
         check_anchor_every(anchor_every)
         check_squash(squash)
+        if squash is not None and comms is not None:
+            raise ConfigError("Squashed deltas need one process; publish from ranks without them.")
         writer = f"publisher-{secrets.token_hex(6)}" if writer is None else writer
         for what, name in (("run", run_id), ("format", served_format), ("writer", writer)):
             _check_name(what, name)
@@ -108,13 +121,22 @@ class Publisher:
         self._last: PublishReport | None = None
         self._totals = PublishTotals()
         self._check_run()
-        self._base: Base | None = self._loaded()
+        self._sharded = (
+            None if comms is None else ShardedVersions(self._how, comms, reanchor=reanchor)
+        )
+        self._base: Base | None = self._loaded() if comms is None else None
 
     @property
     def newest(self) -> VersionRef | None:
         """The version that the next delta starts from; None before the first."""
-        base = self._base
-        return None if base is None or base.newest is None else base.newest.ref
+        newest = self._newest
+        return None if newest is None else newest.ref
+
+    @property
+    def _newest(self) -> Manifest | None:
+        if self._sharded is not None:
+            return self._sharded.newest
+        return None if self._base is None else self._base.newest
 
     @property
     def last(self) -> PublishReport | None:
@@ -134,6 +156,11 @@ class Publisher:
         """
         started = time.perf_counter()
         with self._turn:
+            if self._sharded is not None:
+                report = self._publish_shards(
+                    self._sharded, lambda: self._holding(tensors, step), step, allow_poison
+                )
+                return self._record(report, waited=time.perf_counter() - started).ref
             self._check_call(step)
             if isinstance(tensors, Mapping) and not any(map(on_device, tensors.values())):
                 target, owned = views(tensors), False
@@ -153,10 +180,16 @@ class Publisher:
         started = time.perf_counter()
         self._turn.acquire()
         try:
+            if self._sharded is not None:
+                return self._start_shards(self._sharded, tensors, step, allow_poison)
             self._check_call(step)
             target = self._snapshots.take(tensors)
             waited = time.perf_counter() - started
-            future = self._pool.submit(self._finish, target, step, waited, allow_poison)
+
+            def publish() -> PublishReport:
+                return self._publish(target, step, owned=True, allow_poison=allow_poison)
+
+            future = self._pool.submit(self._run, publish, step, waited)
         except BaseException:
             self._turn.release()
             raise
@@ -167,6 +200,8 @@ class Publisher:
 
         Nothing is rewritten: replicas go on to the new version as to any other.
         """
+        if self._sharded is not None:
+            raise ConfigError("Roll back from one process: close the ranks' publishers first.")
         step = self._archive.manifest(version).step
         return self.publish(self._archive.rebuild(version), step, allow_poison=True)
 
@@ -174,11 +209,12 @@ class Publisher:
         self, *, keep: int, pinned: Collection[int] = (), grace: float = GRACE
     ) -> Garbage:
         """Remove versions that neither the newest `keep` nor the `pinned` ones need, between two
-        versions: what replicas hold belongs into `pinned`. Returns what was removed."""
+        versions: what replicas hold belongs into `pinned`. Returns what was removed. Of several
+        ranks one calls it, while none publishes."""
         with self._turn:
             self._check_fence()
             newest = self._archive.newest()
-            if newest is not None and (self._base is None or newest != self._base.newest):
+            if newest is not None and newest != self._newest:
                 raise VersionConflictError(
                     f"Version {newest.version} is not the one this publisher published last; "
                     "leave the store to the trainer that did."
@@ -204,11 +240,10 @@ class Publisher:
 
     # --- one version -------------------------------------------------------------------------
 
-    def _finish(self, target: Bits, step: int, waited: float, allow_poison: bool) -> PublishReport:
+    def _run(self, publish: Callable[[], PublishReport], step: int, waited: float) -> PublishReport:
         """The rest of `publish_async`, in the background; ends the turn that it began."""
         try:
-            report = self._publish(target, step, owned=True, allow_poison=allow_poison)
-            return self._record(report, waited=waited)
+            return self._record(publish(), waited=waited)
         except Exception as error:
             told = str(error) if isinstance(error, FarcastError) else type(error).__name__
             _LOG.warning("Step %d was not published: %s", step, told)
@@ -220,9 +255,7 @@ class Publisher:
         self, target: Bits, step: int, *, owned: bool, allow_poison: bool
     ) -> PublishReport:
         if not target:
-            raise ConfigError(
-                "There is no tensor to publish; a generator that was used up looks like this."
-            )
+            raise _nothing_to_publish()
         if self._base is None:
             self._base = self._reloaded(None)
         if not allow_poison and self._base.weights is not None:
@@ -235,7 +268,12 @@ class Publisher:
             self._base = self._reloaded(base.weights)
         if not draft.repeated:
             self._advance(base, draft, target, owned=owned)
-        return _report(draft)
+        return _report(
+            draft.manifest,
+            repeated=draft.repeated,
+            encode_seconds=draft.encode_seconds,
+            put_seconds=draft.put_seconds,
+        )
 
     def _committed(self, manifest: Manifest) -> bool:
         """Commit, or find that an earlier commit of this publisher holds the place."""
@@ -272,6 +310,47 @@ class Publisher:
             self._history.add(undo, keep=self._how.squash or 0)
         weights = Weights(ref=draft.manifest.ref, bits=after, entries=draft.entries)
         self._base = Base(newest=draft.manifest, weights=weights)
+
+    # --- many ranks --------------------------------------------------------------------------
+
+    def _holding(self, tensors: Tensors, step: int) -> Holding:
+        """A copy of what this rank holds. Raises what a call with such arguments deserves."""
+        self._check_call(step)
+        where: dict[str, Where] = {}
+        bits = self._snapshots.take(localised(tensors, where))
+        if not bits:
+            raise _nothing_to_publish()
+        return Holding(bits, layout_of(bits, where))
+
+    def _start_shards(
+        self, sharded: ShardedVersions, tensors: Tensors, step: int, allow_poison: bool
+    ) -> PublishJob:
+        """`publish_async` with the turn already taken. What is wrong with the arguments is raised
+        by the job: the other ranks have to learn of it, and that takes a round."""
+        started = time.perf_counter()
+        take = _outcome_of(lambda: self._holding(tensors, step))
+        waited = time.perf_counter() - started
+
+        def publish() -> PublishReport:
+            return self._publish_shards(sharded, take, step, allow_poison)
+
+        return PublishJob(self._pool.submit(self._run, publish, step, waited))
+
+    def _publish_shards(
+        self,
+        sharded: ShardedVersions,
+        take: Callable[[], Holding],
+        step: int,
+        allow_poison: bool,
+    ) -> PublishReport:
+        landed, spare = sharded.publish(take, step, allow_poison=allow_poison)
+        self._snapshots.give_back(spare)
+        return _report(
+            landed.manifest,
+            repeated=landed.repeated,
+            encode_seconds=landed.encode_seconds,
+            put_seconds=landed.put_seconds,
+        )
 
     # --- start -------------------------------------------------------------------------------
 
@@ -330,20 +409,38 @@ class Publisher:
         return self._last
 
 
-def _report(draft: Draft) -> PublishReport:
-    manifest = draft.manifest
+def _report(
+    manifest: Manifest, *, repeated: bool, encode_seconds: float, put_seconds: float
+) -> PublishReport:
+    objects = sum(ref.size for ref in manifest.objects)
     return PublishReport(
         ref=manifest.ref,
         step=manifest.step,
-        written=not draft.repeated,
+        written=not repeated,
         anchor=manifest.anchor is not None,
-        changed=0 if draft.repeated else manifest.changed,
+        changed=0 if repeated else manifest.changed,
         elements=manifest.elements,
-        bytes_sent=draft.bytes_sent,
+        bytes_sent=0 if repeated else objects + len(encode_manifest(manifest)),
         bytes_full=manifest.bytes_full,
-        encode_seconds=draft.encode_seconds,
-        put_seconds=draft.put_seconds,
+        encode_seconds=encode_seconds,
+        put_seconds=put_seconds,
         waited_seconds=0.0,
+    )
+
+
+def _outcome_of(work: Callable[[], _T]) -> Callable[[], _T]:
+    """Do `work` now; what it returned or raised, whenever it is asked for."""
+    future: Future[_T] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - raised by whoever asks
+        future.set_exception(error)
+    return future.result
+
+
+def _nothing_to_publish() -> ConfigError:
+    return ConfigError(
+        "There is no tensor to publish; a generator that was used up looks like this."
     )
 
 

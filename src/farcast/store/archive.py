@@ -20,7 +20,7 @@ already retries.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from blake3 import blake3
@@ -243,16 +243,25 @@ class Archive:
         return dict(self.restore(version, base, progress=progress).bits)
 
     def restore(
-        self, version: int, have: Weights | None = None, *, progress: Progress | None = None
+        self,
+        version: int,
+        have: Weights | None = None,
+        *,
+        only: Container[str] | None = None,
+        progress: Progress | None = None,
     ) -> Weights:
-        """Like `rebuild`, with the entries: for who goes on from version to version."""
+        """Like `rebuild`, with the entries: for who goes on from version to version.
+
+        `only` names the tensors whose bits are wanted, for who shares a version with others; the
+        entries are of all, and so is the root that is checked. Not together with `have`.
+        """
         manifest = self.manifest(version)
         route = self.plan(None if have is None else have.ref, manifest.ref)
         fetched = _Fetched(self, route, progress)
         first = route.steps[0] if route.steps else None
         from_anchor = first is not None and first.kind == "anchor"
         deltas = route.steps[1:] if from_anchor else route.steps
-        rebuild = Rebuild(Chain([list(fetched.patches(step)) for step in deltas]))
+        rebuild = Rebuild(Chain([list(fetched.patches(step)) for step in deltas]), only)
         if from_anchor:
             for patch in fetched.patches(route.steps[0]):
                 rebuild.add_anchor(patch)

@@ -5,12 +5,12 @@ skipped, and its digest is checked once, after the last patch. The root over all
 proves the whole. Refuses to return a tensor whose bits were not verified.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from farcast.delta import Patch, TensorBits, entry_of, root_of
+from farcast.delta import Patch, TensorBits, entry_of, nbytes_of, root_of
 from farcast.errors import FormatError, IntegrityError
 from farcast.lineage import Manifest
 from farcast.types import TensorEntry, VersionRef
@@ -62,6 +62,11 @@ class Chain:
         """Every tensor that some patch names."""
         return iter(self._patches)
 
+    def entry(self, name: str) -> TensorEntry | None:
+        """What a tensor that some patch names is after the last one; None if removed."""
+        last = self._patches[name][-1]
+        return None if last is None else last.entries[name].entry
+
     def finish(
         self, name: str, base: TensorBits | None, *, owned: bool = False
     ) -> tuple[TensorBits, TensorEntry] | None:
@@ -84,10 +89,14 @@ class Chain:
 
 
 class Rebuild:
-    """Collects the tensors of one version: first all of a start, then what the chain adds."""
+    """Collects the tensors of one version: first all of a start, then what the chain adds.
 
-    def __init__(self, chain: Chain) -> None:
+    With `only`, bits of other tensors are neither decoded nor kept, just their entries.
+    """
+
+    def __init__(self, chain: Chain, only: Container[str] | None = None) -> None:
         self._chain = chain
+        self._only = only
         self._started: set[str] = set()
         self._bits: dict[str, TensorBits] = {}
         self._entries: dict[str, TensorEntry] = {}
@@ -111,6 +120,9 @@ class Rebuild:
                     f"Two objects of one anchor hold {name[:80]!r}; do not use that version."
                 )
             self._started.add(name)
+            if not self._wanted(name):
+                self._note(name, patch.entries[name].entry)
+                continue
             bits = _applied(patch, name, None, owned=False, verify=True)
             if name in self._chain:
                 self._finish(name, bits, owned=True)
@@ -120,9 +132,21 @@ class Rebuild:
     def finish(self, ref: VersionRef) -> Weights:
         """The weights, with the tensors that the chain brought in; their root is not checked."""
         for name in self._chain:
-            if name not in self._started:
+            if name in self._started:
+                continue
+            if self._wanted(name):
                 self._finish(name, None, owned=False)
+            else:
+                self._note(name, None)
         return Weights(ref=ref, bits=self._bits, entries=self._entries)
+
+    def _wanted(self, name: str) -> bool:
+        return self._only is None or name in self._only
+
+    def _note(self, name: str, start: TensorEntry | None) -> None:
+        entry = self._chain.entry(name) if name in self._chain else start
+        if entry is not None:
+            self._entries[name] = entry
 
     def _finish(self, name: str, base: TensorBits | None, *, owned: bool) -> None:
         made = self._chain.finish(name, base, owned=owned)
@@ -137,11 +161,11 @@ def check_weights(weights: Weights, manifest: Manifest) -> Weights:
             f"What the store holds for {manifest.ref} does not have that root; "
             "do not use that version."
         )
-    size = sum(bits.data.nbytes for bits in weights.bits.values())
-    if (len(weights.bits), size) != (manifest.tensors, manifest.bytes_full):
+    size = sum(nbytes_of(entry.dtype, entry.shape) for entry in weights.entries.values())
+    if (len(weights.entries), size) != (manifest.tensors, manifest.bytes_full):
         raise IntegrityError(
             f"The manifest of {manifest.ref} counts {manifest.tensors} tensors and "
-            f"{manifest.bytes_full} bytes, but there are {len(weights.bits)} and {size}; "
+            f"{manifest.bytes_full} bytes, but there are {len(weights.entries)} and {size}; "
             "do not trust its figures."
         )
     return weights
