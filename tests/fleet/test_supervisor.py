@@ -1,21 +1,27 @@
 """The demo's schedule, over a launcher that plays a run in memory."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from farcast.config import RunConfig, TrainConfig
-from farcast.errors import ProcessFailedError
+from farcast.errors import ConfigError, ProcessFailedError
 from farcast.fleet import demo as demo_module
+from farcast.fleet import restarts as restarts_module
+from farcast.fleet.claim import claimed
 from farcast.fleet.demo import DemoPlan, DemoSettings, Supervisor, new_plan, resumed_plan
 from farcast.fleet.events import EventLog, FleetEvent
 from farcast.fleet.launcher import Handle, ProcessSpec
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.observe import FleetObserver, FleetSnapshot
-from farcast.fleet.records import ReplicaRecord, StepRecord
+from farcast.fleet.records import ReplicaRecord, StepRecord, TrainerRecord
 from farcast.fleet.registry import Registry
+from farcast.fleet.restarts import MOST, STEADY_SECONDS, Restarts
 from farcast.fleet.signals import StopRequest
 from farcast.store import open_store
+from farcast.store.testing import Fail, FaultStore, Rule
 
 
 class PlayedRun:
@@ -87,6 +93,7 @@ class SilentView:
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(restarts_module, "FIRST_PAUSE_SECONDS", 0.0)
 
 
 def plan_in(path: Path, *, steps: int = 10, workers: int = 2, kill: bool = True) -> DemoPlan:
@@ -176,6 +183,134 @@ def test_a_run_goes_on_until_its_last_replica_fails(tmp_path: Path) -> None:
     run.failing = {"r1", "r2", "r3"}
     with pytest.raises(ProcessFailedError, match="last replica"):
         play(plan, run)
+
+
+class Crashing(PlayedRun):
+    """r1 crashes `times` times with `status`, each time as soon as somebody looks."""
+
+    def __init__(self, steps: int, times: int, status: int) -> None:
+        super().__init__(steps)
+        self.left, self.status = times, status
+
+    def poll(self, handle: Handle) -> int | None:
+        if handle.name == "r1" and self.left:
+            self.left -= 1
+            return self.status
+        return super().poll(handle)
+
+
+@pytest.mark.parametrize(
+    ("times", "status", "restarts"), [(2, 1, 2), (1, -9, 1), (99, 4, MOST), (99, 2, 0)]
+)
+def test_a_crashed_replica_starts_again_a_bounded_number_of_times(
+    tmp_path: Path, times: int, status: int, restarts: int
+) -> None:
+    """Not one whose user made a mistake (status 2): it would make it again."""
+    plan, run = plan_in(tmp_path / "run", kill=False), Crashing(12, times, status)
+    outcome, events = play(plan, run)
+    assert outcome == "done"
+    assert events.count("r1 restarted") == restarts
+    assert events.count("r1 failed") == min(times, restarts + 1)
+    assert sum(call.startswith("start r1 ") for call in run.calls) == restarts + 1
+
+
+def test_the_only_replica_may_crash_and_come_back(tmp_path: Path) -> None:
+    plan, run = plan_in(tmp_path / "run", workers=1), Crashing(12, 1, 1)
+    assert play(plan, run)[0] == "done"
+
+
+def test_replicas_that_all_leave_before_the_end_end_the_run(tmp_path: Path) -> None:
+    plan, run = plan_in(tmp_path / "run", kill=False), PlayedRun(10)
+    run._gone = dict.fromkeys(("r1", "r2", "r3"), 0)
+    with pytest.raises(ProcessFailedError, match="left before the trainer was done"):
+        play(plan, run)
+
+
+def test_an_outage_of_the_store_is_told_at_both_ends(tmp_path: Path) -> None:
+    plan, run = plan_in(tmp_path / "run", workers=1), PlayedRun(10)
+    faulty = FaultStore(open_store("memory://"))
+    run.registry = Registry(faulty)
+    faulty.add(Rule(Fail(), verb="list", prefix="fleet/steps/", nth=3, times=2))
+    outcome, events = play(plan, run)
+    assert outcome == "done"
+    assert [event for event in events if event.startswith("store")] == ["store away", "store back"]
+
+
+def test_a_resumed_trainer_is_awaited_by_its_word_and_not_by_a_clock(tmp_path: Path) -> None:
+    """Its clock, or this one, may have been set back since the last sitting."""
+
+    class Speaks(PlayedRun):
+        def start(self, spec: ProcessSpec) -> Handle:
+            if spec.name == "trainer":
+                self.registry.write_trainer(
+                    TrainerRecord(run_id="run", state="training", version=1, step=1, updated=5.0)
+                )
+            return super().start(spec)
+
+    plan, run = plan_in(tmp_path / "run", workers=1), Speaks(10, first=1)
+    run.registry.write_trainer(
+        TrainerRecord(run_id="run", state="done", version=1, step=1, updated=1e12)
+    )
+    again = resumed_plan(plan.folder, steps=None, workers=None, link=None, kill=True)
+    play(again, run)
+    assert "start r1 at 2" in run.calls
+
+
+def test_restarts_wait_longer_each_time_and_are_forgotten_after_a_steady_time() -> None:
+    now = [0.0]
+    restarts = Restarts(clock=lambda: now[0])
+    restarts._due.clear()
+
+    def crash() -> int | None:
+        restarts.started("r1")
+        found = restarts.crashed("r1")
+        return None if found is None else found.number
+
+    assert [crash() for _ in range(MOST + 1)] == [*range(1, MOST + 1), None]
+    restarts.started("r1")
+    now[0] += STEADY_SECONDS
+    found = restarts.crashed("r1")
+    assert found is not None
+    assert found.number == 1
+    assert restarts.waiting
+
+
+def test_a_line_cut_short_takes_no_other_with_it(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.add("killed", "r1", step=4, version=4)
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind":"joined","who":"r')
+    log.add("joined", "r3", step=6, version=6)
+    log.add("left", "r3", step=7, version=7)
+    assert [event.kind for event in log.read()] == ["killed", "joined", "left"]
+
+
+def test_a_folder_is_claimed_by_one_process_and_freed_by_its_end(tmp_path: Path) -> None:
+    file, told = tmp_path / "run/trainer.lock", list[str]()
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom farcast.fleet.claim import claimed\n"
+        f"with claimed(Path({str(file)!r}), 'trainer'):\n    print('held', flush=True)\n"
+        "    sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="Another trainer"), claimed(file, "trainer"):
+            pass
+
+        def end_it(_: float) -> bool:
+            holder.kill()
+            holder.wait()
+            return False
+
+        with claimed(file, "trainer", patience=20, wait=end_it, tell=told.append):
+            assert len(told) == 1
+    finally:
+        holder.kill()
+        holder.communicate()
 
 
 def test_more_steps_can_be_asked_for_when_a_run_is_resumed(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
 
 def _supervise(plan: "DemoPlan", console: "Console") -> "Outcome":
     from farcast.dashboard.live import open_view
+    from farcast.fleet.claim import claimed
     from farcast.fleet.demo import Supervisor
     from farcast.fleet.launcher import LocalLauncher
     from farcast.fleet.observe import FleetObserver
@@ -151,7 +152,12 @@ def _supervise(plan: "DemoPlan", console: "Console") -> "Outcome":
     config = plan.config
     observer = FleetObserver(Registry(open_store(config.store)))
     title = f"farcast demo · {config.model} · {config.task.name} · {plan.folder.shown}"
-    with StopRequest() as stop, open_view(console, title=title, steps=config.train.steps) as view:
+    lock = claimed(plan.folder.path / "demo.lock", "demo")
+    with (
+        lock,
+        StopRequest() as stop,
+        open_view(console, title=title, steps=config.train.steps) as view,
+    ):
         return Supervisor(plan, LocalLauncher(), observer, view).run(stop)
 
 

@@ -37,7 +37,14 @@ _STATE_STYLE = {
     "killed": "red",
     "silent": "red",
 }
-_EVENT_STYLE = {"killed": "red", "failed": "red", "joined": "green"}
+_EVENT_STYLE = {
+    "killed": "red",
+    "failed": "red",
+    "away": "red",
+    "joined": "green",
+    "restarted": "yellow",
+    "back": "green",
+}
 
 
 class LiveView:

@@ -23,7 +23,14 @@ _ORANGE = "#d9730d"
 _GREEN = "#2f855a"
 _PURPLE = "#6b46c1"
 _RED = "#c53030"
-_EVENT_COLOURS = {"killed": _RED, "joined": _GREEN, "resumed": _ORANGE}
+_EVENT_COLOURS = {
+    "killed": _RED,
+    "failed": _RED,
+    "joined": _GREEN,
+    "restarted": _GREEN,
+    "resumed": _ORANGE,
+    "away": _ORANGE,
+}
 
 
 def plot_run(

@@ -75,6 +75,7 @@ def _rows(s: Summary) -> list[tuple[str, Text]]:
         (
             "fleet",
             Text(f"{s.replicas_killed} killed, {s.replicas_joined} joined late")
+            + Text(f", {s.replicas_restarted} restarted" if s.replicas_restarted else "")
             + Text(f", trainer resumed {s.trainer_resumed} times" if s.trainer_resumed else ""),
         ),
     ]

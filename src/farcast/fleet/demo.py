@@ -2,8 +2,9 @@
 
 It watches the run only through its records in the store, as anybody could from anywhere, and
 reaches processes only through a `Launcher`. What has happened stands in an event log, so that a
-resumed run goes on with the schedule where it stopped. Refuses to hide a failure: a trainer that
-ends badly, or a fleet with nobody left in it, ends the run with that process's own words.
+resumed run goes on with the schedule where it stopped. A replica that crashes is started again,
+a bounded number of times. Refuses to hide a failure: a trainer that ends badly, or a fleet with
+nobody left in it, ends the run with that process's own words.
 """
 
 import math
@@ -16,11 +17,13 @@ import msgspec
 from msgspec.structs import replace
 
 from farcast.config import RunConfig, decode_config, encode_config
-from farcast.errors import ProcessFailedError, StoreUnavailableError
+from farcast.errors import ConfigError, ProcessFailedError, StoreUnavailableError
 from farcast.fleet.events import EventKind, EventLog
 from farcast.fleet.launcher import Handle, Launcher, ProcessSpec, last_words
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.observe import FleetObserver, FleetSnapshot, View
+from farcast.fleet.records import TrainerRecord
+from farcast.fleet.restarts import MOST, Restarts
 from farcast.fleet.signals import StopRequest
 
 KILL_AT = 0.4
@@ -127,6 +130,9 @@ class Supervisor:
         self._workers: dict[str, Handle] = {}
         self._arrivals: set[str] = set()
         """Started by the schedule, not seen serving yet."""
+        self._restarts = Restarts()
+        self._from_step: dict[str, int] = {}
+        self._away_since: float | None = None
         self._snapshot: FleetSnapshot | None = None
 
     def run(self, stop: StopRequest) -> Outcome:
@@ -138,6 +144,7 @@ class Supervisor:
                 pending = self._follow(pending, snapshot)
                 self._greet(snapshot)
                 self._miss()
+                self._start_again()
                 stop.wait(LOOK_SECONDS)
             return self._stop() if stop.requested else self._drain()
         finally:
@@ -155,21 +162,22 @@ class Supervisor:
             arguments += ["--cache", str(self._plan.cache.absolute())]
         if self._plan.resume:
             arguments.append("--resume")
-        began = time.time()
+        before = self._look().trainer if self._plan.resume else None
         self._trainer = self._launch("trainer", arguments)
         if self._plan.resume:
-            self._await_trainer(began, stop)
+            self._await_trainer(before, stop)
             self._event("resumed", "trainer")
         for name in [*self._plan.replicas(), *sorted(joined)]:
             if name not in gone:
                 self._start_worker(name)
         return [m for m in self._plan.schedule() if m.replica not in gone | joined]
 
-    def _await_trainer(self, began: float, stop: StopRequest) -> None:
-        """Until the trainer has spoken: its record of the last sitting may say "done"."""
+    def _await_trainer(self, before: TrainerRecord | None, stop: StopRequest) -> None:
+        """Until the trainer has spoken: its record of the last sitting may say "done". What it
+        said is told by a change and not by a time, since clocks jump."""
         while self._trainer_runs() and not stop.requested:
             trainer = self._look().trainer
-            if trainer is not None and trainer.updated >= began:
+            if trainer is not None and trainer != before:
                 return
             stop.wait(LOOK_SECONDS)
 
@@ -194,18 +202,32 @@ class Supervisor:
                 self._event("joined", name, f"late, with version {version}")
 
     def _miss(self) -> None:
-        """Notice replicas that left unasked; a run goes on as long as one is left."""
+        """Notice replicas that left unasked. A run goes on as long as one is left or will be
+        started again; one that met a mistake of the user's is not."""
         for name, handle in list(self._workers.items()):
             status = self._launcher.poll(handle)
             if status is None:
                 continue
             del self._workers[name]
-            self._event("failed" if status else "left", name, self._how(status, name))
-            if status and not self._workers:
+            how = self._how(status, name)
+            by_chance = status not in (0, ConfigError.exit_code)
+            restart = self._restarts.crashed(name) if by_chance else None
+            again = f" It starts again in {restart.pause:.0f} s." if restart else ""
+            self._event("failed" if status else "left", name, how + again)
+            if not self._workers and not self._restarts.waiting and not self._is_over():
                 raise ProcessFailedError(
-                    f"The last replica, {name}, {self._how(status, name)}",
+                    f"The last replica, {name}, {how or 'left before the trainer was done.'}",
                     exit_code=max(status, 1),
                 )
+
+    def _start_again(self) -> None:
+        for name, number, _ in self._restarts.due():
+            self._start_worker(name, from_step=self._from_step.get(name, 0))
+            self._event("restarted", name, f"after a crash, {number} of at most {MOST} times")
+
+    def _is_over(self) -> bool:
+        """Replicas leave by themselves once the trainer has taken its last step."""
+        return self._look().step >= self._plan.config.train.steps
 
     def _trainer_runs(self) -> bool:
         handle = self._trainer
@@ -248,8 +270,9 @@ class Supervisor:
         """The run now, or as it was last seen while the store cannot be reached."""
         try:
             self._snapshot = self._observer.look()
+            self._note_return()
         except StoreUnavailableError as error:
-            self._view.note(str(error))
+            self._note_outage(error)
         if self._snapshot is None:
             self._snapshot = FleetSnapshot(None, (), {}, time.time())
         if not self._snapshot.steps:
@@ -257,6 +280,17 @@ class Supervisor:
             self._view.note(words or "starting the trainer")
         self._view.show(self._snapshot)
         return self._snapshot
+
+    def _note_outage(self, error: StoreUnavailableError) -> None:
+        self._view.note(str(error))
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            self._event("away", "store", str(error))
+
+    def _note_return(self) -> None:
+        if self._away_since is not None:
+            seconds, self._away_since = time.monotonic() - self._away_since, None
+            self._event("back", "store", f"after {seconds:.0f} s")
 
     def _how(self, status: int, name: str) -> str:
         """How a process ended, in its own words if it had any."""
@@ -279,7 +313,9 @@ class Supervisor:
             arguments += ["--from-step", str(from_step)]
         if self._plan.settings.link is not None:
             arguments += ["--link", self._plan.settings.link]
+        self._from_step[name] = from_step
         self._workers[name] = self._launch(name, arguments)
+        self._restarts.started(name)
 
     def _launch(self, name: str, arguments: Sequence[str]) -> Handle:
         return self._launcher.start(

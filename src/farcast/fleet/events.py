@@ -3,19 +3,31 @@
 The file is the supervisor's memory: a resumed run reads it to know what has already happened.
 """
 
+import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from farcast.errors import FormatError
-
-EventKind = Literal["started", "joined", "killed", "left", "failed", "stopped", "resumed"]
+EventKind = Literal[
+    "started",
+    "joined",
+    "killed",
+    "left",
+    "failed",
+    "restarted",
+    "stopped",
+    "resumed",
+    "away",
+    "back",
+]
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`who` is "trainer" or a replica's id; `step` is the trainer's when it happened."""
+    """`who` is "trainer", a replica's id, or "store", which alone can be away and back; `step`
+    is the trainer's when it happened."""
 
     kind: EventKind
     who: str
@@ -35,15 +47,10 @@ class EventLog:
         self._path = path
 
     def read(self) -> list[FleetEvent]:
-        """All events so far; a last line cut short by a crash is left out."""
+        """All events so far. A line cut short by a crash or a full disk is left out."""
         if not self._path.exists():
             return []
-        text = self._path.read_bytes()
-        lines = text[: text.rfind(b"\n") + 1].splitlines()
-        try:
-            return [msgspec.json.decode(line, type=FleetEvent) for line in lines]
-        except msgspec.DecodeError as error:
-            raise FormatError(f"{self._path} is damaged ({error}); move it away.") from error
+        return [event for line in self._path.read_bytes().splitlines() if (event := _event(line))]
 
     def add(
         self, kind: EventKind, who: str, *, step: int, version: int, text: str = ""
@@ -51,6 +58,16 @@ class EventLog:
         event = FleetEvent(
             kind=kind, who=who, step=step, version=version, at=time.time(), text=text
         )
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(event) + b"\n")
+        with self._path.open("a+b") as file:
+            # A crash or a full disk may have cut the last line short: it must not take this one.
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            whole = file.read(1) in (b"", b"\n")
+            file.write((b"" if whole else b"\n") + msgspec.json.encode(event) + b"\n")
         return event
+
+
+def _event(line: bytes) -> FleetEvent | None:
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(line, type=FleetEvent)
+    return None

@@ -58,6 +58,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_waited_seconds: float
     replicas_killed: int
     replicas_joined: int
+    replicas_restarted: int
+    """Started again after a crash that was not planned."""
     trainer_resumed: int
 
 
@@ -117,6 +119,7 @@ def summarise(
         trainer_waited_seconds=sum(record.waited_seconds for record in steps),
         replicas_killed=sum(event.kind == "killed" for event in events),
         replicas_joined=sum(event.kind == "joined" for event in events),
+        replicas_restarted=sum(event.kind == "restarted" for event in events),
         trainer_resumed=sum(event.kind == "resumed" for event in events),
     )
 

@@ -25,6 +25,7 @@ from farcast.config import RunConfig, encode_config
 from farcast.engines.modules import load_module
 from farcast.errors import BrokenBatchError, RunMismatchError, UnknownVersionError
 from farcast.fleet.assets import put_assets
+from farcast.fleet.claim import claimed
 from farcast.fleet.finding import run_in
 from farcast.fleet.heartbeat import Heartbeat
 from farcast.fleet.layout import RunFolder
@@ -48,10 +49,20 @@ GROUP_TIMEOUT = 600.0
 its second half is on a slow line."""
 
 
+LOCK_PATIENCE = 120.0
+
+
 def run_trainer(
     config: RunConfig, *, resume: bool, stop: StopRequest, cache: Path | None = None
 ) -> None:
     """Train until the configured step, or until `stop` is requested; checkpointed on return."""
+    # One that lost its parent may still end its step and write its checkpoint.
+    lock = RunFolder(Path(config.out)).path / "trainer.lock"
+    with claimed(lock, "trainer", patience=LOCK_PATIENCE, wait=stop.wait, tell=say):
+        _run_alone(config, resume=resume, stop=stop, cache=cache)
+
+
+def _run_alone(config: RunConfig, *, resume: bool, stop: StopRequest, cache: Path | None) -> None:
     store = open_store(config.store)
     _open_run(store, config, resume=resume)
     # From here on there is a run to lose, and only the store to go on with. The heartbeat keeps
