@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcast.delta import conditioned, patch
+from farcast.delta import blocks, writing
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as change:
-        change.setattr(patch, "SMALL_WORDS", 0)
-        change.setattr(conditioned, "BLOCK_WORDS", 128)
+        change.setattr(writing, "SMALL_WORDS", 0)
+        change.setattr(blocks, "BLOCK_WORDS", 128)
         yield

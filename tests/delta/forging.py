@@ -29,6 +29,23 @@ def valid() -> bytes:
     return encode_bits({"w": base_bits()}, {"w": target_bits()}).data
 
 
+def pair_of(kind: str) -> tuple[TensorBits, TensorBits]:
+    """Base and target that a writer codes in blocks of one kind."""
+    words = base_bits().data.view("<u2")
+    if kind == "sparse":
+        return base_bits(), target_bits()
+    if kind == "dense":
+        moved = words + (np.arange(WORDS) % 3 * (np.arange(WORDS) % 5 - 2)).astype("<u2")
+        return base_bits(), TensorBits("BF16", (WORDS,), moved.view(np.uint8))
+    if kind == "codes":
+        codes = (np.arange(WORDS) * 37 % 256).astype(np.uint8)
+        moved = codes.copy()
+        moved[::11] ^= 0x10
+        return TensorBits("F4", (2 * WORDS,), codes), TensorBits("F4", (2 * WORDS,), moved)
+    noise = np.frombuffer(blake3(b"noise").digest(length=2 * WORDS), np.uint8)
+    return base_bits(), TensorBits("BF16", (WORDS,), noise)
+
+
 def sealed(body: bytes) -> bytes:
     return body + blake3(body).digest()
 
@@ -70,12 +87,15 @@ class Bits:
         return np.packbits(rows, axis=1, bitorder="little").tobytes()
 
 
-PLAIN_TABLE = conditioned.Parameters(0, 0, np.array([[0, 31, 0, 0, 0]], np.uint8))
+PLAIN_TABLE = conditioned.Parameters(0, 0, np.array([[0, 31, 31, 0, 0]], np.uint8))
+"""Gaps, then sizes less one, all in unary."""
 
 
 def one_class(blob: bytes, *, changed: int, words: int = 100) -> bytes:
-    """A container of one U16 tensor with one plain class and all parameters zero."""
-    row = ["w", "U16", [words], "conditioned", 0, changed, len(blob)]
+    """A container of one U16 tensor in blocks of 128, with one plain class and no parameters;
+    `blob` is the one block that it has up to then, without its kind."""
+    blob = b"\x00" + blob if words <= 128 else blob
+    row = ["w", "U16", [words], "blocks", 128, changed, len(blob)]
     plain = msgspec.msgpack.encode([[], [PLAIN_TABLE.pack()], [row]])
     packed = zstandard.compress(plain)
     return sealed(PREFIX.pack(MAGIC, len(plain), len(packed)) + packed + bytes(32) + blob)

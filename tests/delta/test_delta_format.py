@@ -9,8 +9,14 @@ import pytest
 import zstandard
 from golden_inputs import FOLDER, files
 
-from farcast.delta import Patch, TensorBits, conditioned, encode_bits, patch
-from farcast.delta.container import MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_TABLES, MAX_TENSORS
+from farcast.delta import Patch, TensorBits, blocks, conditioned, encode_bits, writing
+from farcast.delta.conditioned import field_of
+from farcast.delta.container import (
+    MAX_HEADER_BYTES,
+    MAX_NAME_BYTES,
+    MAX_TABLES,
+    MAX_TENSORS,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -18,8 +24,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 @pytest.fixture(autouse=True)
 def real_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as change:
-        change.setattr(patch, "SMALL_WORDS", 1 << 16)
-        change.setattr(conditioned, "BLOCK_WORDS", 1 << 20)
+        change.setattr(writing, "SMALL_WORDS", 1 << 16)
+        change.setattr(blocks, "BLOCK_WORDS", 1 << 20)
         yield
 
 
@@ -39,7 +45,7 @@ def test_a_golden_delta_is_read() -> None:
     assert {name: entry.kind for name, entry in opened.entries.items()} == {
         "codes": "sparse", "head": "sparse", "new": "full", "weight": "sparse",
     }  # fmt: skip
-    assert {row.coding for row in opened._rows.values()} >= {"conditioned", "full"}
+    assert {row.coding for row in opened._rows.values()} >= {"blocks", "full"}
 
 
 def hex_of(section: str) -> bytes:
@@ -60,15 +66,17 @@ def worked_example() -> tuple[TensorBits, TensorBits]:
 
 def test_the_worked_block() -> None:
     base, target = worked_example()
-    scratch = conditioned.Scratch.of(conditioned.BLOCK_WORDS)
-    blocks = conditioned.find_changes(base.data, target.data, "BF16", 127, 128, scratch)
-    rows = np.array([[2, 31, 1, 0, 1], [0, 31, 0, 0, 0]], np.uint8)
+    layout, classes = blocks.Layout.of(16, 16), conditioned.Classes(field_of("BF16"), 127, 128)
+    found = blocks.survey(base.data, target.data, layout, 0, classes)
+    rows = np.array([[2, 31, 31, 2, 1], [0, 31, 31, 1, 0]], np.uint8)
     table = conditioned.Parameters(127, 128, rows)
     assert table.pack() == hex_of("A table")
-    assert conditioned.write_blocks(blocks, table, 100) == hex_of("A block")
+    block = blocks.write_block(found, 0, rows, base.data, target.data, layout, 0, classes)
+    assert block == hex_of("A block")
     buffer = base.data.copy()
-    data = np.frombuffer(hex_of("A block") + bytes(8), np.uint8)
-    conditioned.read_blocks(data, 0, data.size - 8, buffer, "BF16", 3, table)
+    data = np.frombuffer(block + bytes(8), np.uint8)
+    blob = blocks.Blob(data, [(0, len(block))], layout, field_of("BF16"), [table])
+    assert blob.apply(buffer, 3).changed == 3
     assert buffer.tobytes() == target.data.tobytes()
 
 

@@ -7,11 +7,11 @@ tensor. Guard bytes around the buffer show a write out of range.
 
 import numpy as np
 import pytest
-from forging import base_bits, reheadered, sealed, target_bits, valid
+from forging import base_bits, pair_of, reheadered, sealed, target_bits, valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farcast.delta import Patch
+from farcast.delta import Patch, encode_bits
 from farcast.errors import FormatError, IntegrityError
 
 GUARD = 256
@@ -67,6 +67,35 @@ def test_mutated_blobs(changes: list[tuple[int, int]], cut: int) -> None:
         read(reheadered(shorten, bytes(body) + bytes(32)))
     else:
         read(sealed(bytes(body)))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense", "codes", "noise"])
+@settings(max_examples=300, deadline=None)
+@given(changes=mutations)
+def test_mutated_blocks_of_every_kind(kind: str, changes: list[tuple[int, int]]) -> None:
+    """The target, or an error and the base."""
+    base, target = pair_of(kind)
+    data = encode_bits({"w": base}, {"w": target}).data
+    start, end = Patch.open(data)._spans["w"]
+    body = bytearray(data[:-32])
+    for place, value in changes:
+        body[start + place % (end - start)] = value
+    arena = np.full(base.data.size + 2 * GUARD, 0xA5, np.uint8)
+    buffer = arena[GUARD:-GUARD]
+    buffer[:] = base.data
+    expected = base
+    try:
+        patch = Patch.open(sealed(bytes(body)))
+        if patch.entries["w"].kind == "full":
+            assert patch.full("w") == target
+        else:
+            patch.apply_into("w", buffer)
+            expected = target
+    except (FormatError, IntegrityError):
+        pass
+    assert buffer.tobytes() == expected.data.tobytes()
+    assert (arena[:GUARD] == 0xA5).all()
+    assert (arena[-GUARD:] == 0xA5).all()
 
 
 @settings(max_examples=300, deadline=None)

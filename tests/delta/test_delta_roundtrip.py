@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farcast.delta import Patch, TensorBits, apply, conditioned, encode, encode_bits, to_bits
+from farcast.delta import Patch, TensorBits, apply, blocks, encode, encode_bits, to_bits
 from farcast.delta.bits import BITS_PER_ELEMENT
 
 DTYPES = sorted(BITS_PER_ELEMENT)
@@ -118,7 +118,7 @@ def test_an_anchor_is_whole() -> None:
 
 def test_no_change_is_larger_than_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 027."""
-    monkeypatch.setattr(conditioned, "BLOCK_WORDS", 1 << 20)
+    monkeypatch.setattr(blocks, "BLOCK_WORDS", 1 << 20)
     chance = np.random.default_rng(1)
     base, target = (chance.integers(0, 65536, 100_000).astype("<u2") for _ in range(2))
     assert len(encode({"w": base}, {"w": target})) <= base.nbytes + 1024
@@ -160,10 +160,77 @@ def test_known_identities_are_not_hashed_again() -> None:
     assert again.data == encode_bits(base, target).data
 
 
+@settings(max_examples=100, deadline=None)
+@given(pairs())
+def test_undo_gives_back_the_base(pair: tuple[TensorBits, TensorBits]) -> None:
+    base, target = pair
+    patch = Patch.open(encode_bits({"w": base}, {"w": target}).data)
+    for name in patch.entries:
+        buffer = base.data.copy()
+        applied = patch.change(name, buffer)
+        assert buffer.tobytes() == target.data.tobytes()
+        applied.undo()
+        assert buffer.tobytes() == base.data.tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.sampled_from([2, 4, 8]))
+def test_a_rank_reads_only_its_rows(pair: tuple[TensorBits, TensorBits], shards: int) -> None:
+    elements = pair[0].shape[0]
+    if not elements or elements % shards:
+        return
+    base, target = (
+        TensorBits(bits.dtype, (shards, elements // shards), bits.data) for bits in pair
+    )
+    patch = Patch.open(encode_bits({"w": base}, {"w": target}, shards=shards).data)
+    share = base.data.size // shards
+    for rank in range(shards if "w" in patch.entries else 0):
+        if (base.data.size // shards) % (2 * patch._rows["w"].block):
+            continue  # no equal blocks of an even number of words
+        part = slice(rank * share, (rank + 1) * share)
+        buffer = base.data[part].copy()
+        applied = patch.change_rows("w", buffer, rank, rank + 1)
+        assert buffer.tobytes() == target.data[part].tobytes()
+        applied.undo()
+        assert buffer.tobytes() == base.data[part].tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(pairs(), min_size=1, max_size=6))
+def test_the_same_bytes_on_any_number_of_threads(
+    tensors: list[tuple[TensorBits, TensorBits]],
+) -> None:
+    base = {f"w{i}": pair[0] for i, pair in enumerate(tensors)}
+    target = {f"w{i}": pair[1] for i, pair in enumerate(tensors)} | {"new": tensors[0][1]}
+    one, two, five = (encode_bits(base, target, threads=n) for n in (1, 2, 5))
+    assert one == two == five
+
+
+def test_packed_codes_are_seen_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two codes in a byte, of which few move: gaps count codes of the same value."""
+    monkeypatch.setattr(blocks, "BLOCK_WORDS", 1 << 20)
+    chance = np.random.default_rng(3)
+    codes = chance.binomial(15, 0.5, 1 << 16).astype(np.uint8)
+    moved = codes.copy()
+    moved[chance.random(codes.size) < np.where(codes > 9, 0.02, 0.001)] -= 1
+    for dtype in ("F4", "U8", "I32"):
+        base, target = (
+            TensorBits(
+                dtype,
+                (1 << (16 if dtype == "F4" else 15 if dtype == "U8" else 13),),
+                (c[::2] | c[1::2] << 4).astype(np.uint8),
+            )
+            for c in (codes, moved)
+        )
+        patch = Patch.open(encode_bits({"w": base}, {"w": target}).data)
+        assert patch._rows["w"].coding == "codes"
+        assert applied(base, target)
+
+
 @pytest.mark.full
 def test_more_than_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Untouched pages of a zeroed array take no memory, so 2 GiB are cheap to name."""
-    monkeypatch.setattr(conditioned, "BLOCK_WORDS", 1 << 20)
+    monkeypatch.setattr(blocks, "BLOCK_WORDS", 1 << 20)
     size = 2**31 + 65
     base, target = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
     target[[5, 2**31 - 1, 2**31, size - 1]] = 7

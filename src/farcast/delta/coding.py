@@ -57,24 +57,19 @@ def encode_sparse(
 
 
 def decode_sparse(
-    blob: bytes | memoryview, buffer: Bytes, changed: int, width: int
-) -> npt.NDArray[np.int64]:
-    """Decode into `buffer`, which holds the base, in place; returns the changed positions.
-
-    Raises `FormatError` before the first write when anything does not fit.
-    """
-    words = as_words(buffer, width)
-    if changed > words.size:
+    blob: bytes | memoryview, words: int, changed: int, width: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Where a tensor of `words` changes, ascending, and by how much (modulo its width)."""
+    if changed > words:
         raise FormatError("A delta changes more words than its tensor has; fetch it again.")
     gaps, rest = _unpack_planes(blob, changed, _GAP_BYTES)
     folded, rest = _unpack_planes(rest, changed, width)
     if len(rest):
         raise FormatError("A delta has bytes after its last word; fetch it again.")
-    if changed and (int(gaps.max()) >= words.size or _sum(gaps) + changed > words.size):
+    if changed and (int(gaps.max()) >= words or _sum(gaps) + changed > words):
         raise FormatError("A delta points outside its tensor; fetch it again.")
     positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    words[positions] += unfold(folded)
-    return positions
+    return positions, unfold(folded).astype(np.uint64)
 
 
 def encode_full(target: Bytes, width: int, *, signed: bool) -> bytes:

@@ -33,8 +33,15 @@ MAX_HEADER_BYTES = 64 << 20
 
 MAX_TENSORS = 1 << 19
 MAX_NAME_BYTES = 1024
-MAX_TABLES = 1 << 12
+MAX_TABLES = 240
 """Tables of parameters: the writer adds one only where it pays, so a few are usual."""
+
+MAX_BLOCK_WORDS = 1 << 20
+"""2 MiB of bf16 stay near a core, and the counts that open a block (about 16 bytes) are 1 % of
+what a block of a sparse update takes."""
+
+PACKED = frozenset({"F4", "U8", "I8", "U32", "I32"})
+"""dtypes whose bytes may hold two 4-bit codes each, low half first."""
 
 HEADER_LEVEL = 9
 
@@ -45,8 +52,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
     dtype: str
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=16)]
-    coding: Literal["conditioned", "planes", "full"]
-    table: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TABLES)]
+    coding: Literal["blocks", "codes", "planes", "full"]
+    block: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_WORDS)]
     changed: Annotated[int, msgspec.Meta(ge=0)]
     size: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -130,11 +137,14 @@ def _read_header(packed: memoryview, raw_size: int) -> Header:
 def _spans(header: Header, start: int, end: int) -> list[tuple[int, int]]:
     spans = []
     for row in header.rows:
-        words = nbytes_of(row.dtype, row.shape) // word_bytes(row.dtype)
+        nbytes = nbytes_of(row.dtype, row.shape)
+        words = 2 * nbytes if row.coding == "codes" else nbytes // word_bytes(row.dtype)
         if row.changed > words:
             raise FormatError(f"The delta changes more of {row.name[:80]!r} than it has.")
-        if row.coding == "conditioned" and row.table >= len(header.tables):
-            raise FormatError(f"The delta lacks the table of {row.name[:80]!r}; refuse its source.")
+        if row.coding == "codes" and (row.dtype not in PACKED or row.block % 2):
+            raise FormatError(f"The delta's {row.name[:80]!r} cannot hold 4-bit codes.")
+        if (row.block == 0) != (row.coding == "planes" or words == 0):
+            raise FormatError(f"The delta's blocks of {row.name[:80]!r} have no size.")
         if row.size > end - start:
             raise FormatError("The delta ends inside its tensors; refuse its source.")
         spans.append((start, start + row.size))

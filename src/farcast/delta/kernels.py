@@ -31,10 +31,17 @@ MAX_PARAMETER = 24
 NO_RUNS = 31
 """The parameter that says a class has no run-length coding of zero gaps."""
 
-RARE = 256
+RARE = 1000
+"""Classes that together hold one word in so many are counted one by one, the others by masks: a
+branch that is taken once in twenty groups costs less than a class more in every group."""
+
+FITTED = 128
+"""Changes of a class in a block that its parameters are fitted to."""
+
 NEVER = 1 << 40
 TOO_LARGE = -1
 MALFORMED = -2
+OTHER_BASE = -3
 
 
 def _byte_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any, bits: int) -> Any:
@@ -173,19 +180,19 @@ def _store(typing: Any, data: Any, index: Any, word: Any) -> Any:
     return types.void(data, types.int64, types.uint64), generate
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _class(word, shift, mask, first, last):
     code = np.int64((np.uint64(word) >> shift) & np.uint64(mask)) - np.int64(first)
     return min(max(code, 0), np.int64(last))
 
 
 @njit(nogil=True, cache=True)
-def sample(words, shift, mask, first, last):
-    """From which class on classes are frequent, by about 1024 evenly spaced words."""
+def sample(words, lo, hi, shift, mask, first, last):
+    """From which class on classes are frequent in a block, by about 1024 evenly spaced words."""
     seen = np.zeros(256, np.int64)
-    step = max(1, words.size // 1024)
+    step = max(1, (hi - lo) // 1024)
     total = 0
-    for i in range(0, words.size, step):
+    for i in range(lo, hi, step):
         seen[_class(words[i], shift, mask, first, last)] += 1
         total += 1
     cut, below = 0, 0
@@ -196,13 +203,15 @@ def sample(words, shift, mask, first, last):
 
 
 @njit(nogil=True, cache=True)
-def find(old, new, lo, hi, shift, mask, first, last, cut, event_class, event_rank, event_pos):
-    """Changed words of `lo <= i < hi`: class, rank among its class in the block, position.
-
-    Ascending within each class. Returns their number. The event arrays hold `hi - lo` each.
+def find(
+    old, new, lo, hi, bits, shift, mask, first, last, cut, event_class, event_rank, event_change
+):
+    """Changed words of `lo <= i < hi`: class, rank among its class in the block, new - old modulo
+    a width of `bits`. Ascending. Returns their number. The event arrays hold `hi - lo` each.
     """
     counts = np.zeros(256, np.int64)
     classes = np.empty(64, np.uint8)
+    width = _width(bits)
     found = 0
     whole = lo + (hi - lo) // 64 * 64
     for at in range(lo, whole, 64):
@@ -210,12 +219,12 @@ def find(old, new, lo, hi, shift, mask, first, last, cut, event_class, event_ran
         _classes(old, at, shift, mask, first, last, classes)
         while changed != 0:
             bit = _lowest(changed)
+            under = (changed & (np.uint64(0) - changed)) - np.uint64(1)
             changed &= changed - np.uint64(1)
             k = classes[bit]
-            under = (np.uint64(1) << np.uint64(bit)) - np.uint64(1)
             event_class[found] = k
             event_rank[found] = counts[k] + _ones(_equal(classes, k) & under)
-            event_pos[found] = at + bit
+            event_change[found] = (np.uint64(new[at + bit]) - np.uint64(old[at + bit])) & width
             found += 1
         rare = _below(classes, np.uint8(cut))
         while rare != 0:
@@ -226,17 +235,54 @@ def find(old, new, lo, hi, shift, mask, first, last, cut, event_class, event_ran
     for at in range(whole, hi):
         k = _class(old[at], shift, mask, first, last)
         if old[at] != new[at]:
-            event_class[found], event_rank[found], event_pos[found] = k, counts[k], at
+            event_class[found], event_rank[found] = k, counts[k]
+            event_change[found] = (np.uint64(new[at]) - np.uint64(old[at])) & width
             found += 1
         counts[k] += 1
     return found
 
 
 @njit(nogil=True, cache=True)
-def arrange(old, new, found, event_class, event_rank, event_pos, bounds, gap, size, negative):
-    """Sort events by class: `bounds[k]:bounds[k+1]` of gap, size (|difference|), sign."""
-    width = old.itemsize * 8
-    top = np.uint64(1) << np.uint64(width - 1)
+def _width(bits):
+    return ~np.uint64(0) >> np.uint64(64 - bits)
+
+
+@njit(nogil=True, cache=True)
+def survey(
+    old,
+    new,
+    lo,
+    hi,
+    bits,
+    shift,
+    mask,
+    first,
+    last,
+    event_class,
+    event_rank,
+    event_change,
+    bounds,
+    gap,
+    size,
+    row,
+):
+    """`find`, `arrange` and `fit` for one block; returns the number of changed words."""
+    cut = sample(old, lo, hi, shift, mask, first, last)
+    found = find(
+        old, new, lo, hi, bits, shift, mask, first, last, cut, event_class, event_rank, event_change
+    )
+    if found:
+        arrange(found, event_class, event_rank, event_change, bits, bounds, gap, size)
+        fit(np.int64(last) + 1, bounds, gap, size, row)
+    return found
+
+
+@njit(nogil=True, cache=True)
+def arrange(found, event_class, event_rank, event_change, bits, bounds, gap, size):
+    """Sort events by class: `bounds[k]:bounds[k+1]` of `gap` and of `size`, which is twice the
+    size of the difference (the shorter way round a width of `bits`), plus one for down."""
+    top = np.uint64(1) << np.uint64(bits - 1)
+    width = _width(bits)
     bounds[:] = 0
     for i in range(found):
         bounds[np.int64(event_class[i]) + 1] += 1
@@ -245,92 +291,222 @@ def arrange(old, new, found, event_class, event_rank, event_pos, bounds, gap, si
     fill = bounds[:256].copy()
     before = np.full(256, -1, np.int64)
     for i in range(found):
-        k, at = np.int64(event_class[i]), event_pos[i]
+        k = np.int64(event_class[i])
         j = fill[k]
-        fill[k] += 1
-        gap[j] = np.int64(event_rank[i]) - before[k] - 1
-        before[k] = np.int64(event_rank[i])
-        change = np.uint64(new[at]) - np.uint64(old[at])
-        if width < 64:
-            change &= (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-        if change > top:  # modulo the width, the shorter way round is down
-            negative[j] = 1
-            change = np.uint64(0) - change
-            if width < 64:
-                change &= (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+        fill[k] = j + 1
+        rank = np.int64(event_rank[i])
+        gap[j] = rank - before[k] - 1
+        before[k] = rank
+        change = event_change[i]
+        if change > top:
+            size[j] = (((np.uint64(0) - change) & width) << np.uint64(1)) | np.uint64(1)
         else:
-            negative[j] = 0
-        size[j] = change
+            size[j] = change << np.uint64(1)
+
+
+MAX_GOLOMB = 30
+"""Largest parameter of a Golomb code: a step of 2^15, whose numbers average half a block's
+words over ten changes."""
 
 
 @njit(nogil=True, cache=True)
-def bucket(value):
-    """Numbers below 16 have their own bucket, larger ones share an eighth of an octave."""
-    if value < np.uint64(16):
-        return np.int64(value)
-    value = min(value, np.uint64(0xFFFFFFFF))
-    length = 63 - _leading(value)
-    return np.int64(16 + (length - 4) * 8) + np.int64(
-        (value >> np.uint64(length - 3)) & np.uint64(7)
-    )
+def _length(value, g):
+    """Bits of Golomb(value, g), about: what an escaped number takes is not told apart."""
+    k = np.uint64(g >> 1)
+    high = value >> k
+    if g & 1:
+        third = high // np.uint64(3)
+        more = np.int64(1) if high != third * np.uint64(3) else np.int64(0)
+        return np.int64(min(third, np.uint64(60))) + 2 + more + np.int64(k)
+    return np.int64(min(high, np.uint64(60))) + 1 + np.int64(k)
 
 
 @njit(nogil=True, cache=True)
-def measure(classes, bounds, gap, size, seen):
-    """Add up the numbers a block holds: `seen[series, class, bucket]`.
+def _near(total, count):
+    """A Golomb parameter a little below what suits `count` numbers that add up to `total`."""
+    mean = (np.uint64(total) * np.uint64(177)) // (np.uint64(count) * np.uint64(256))
+    if mean == 0:
+        return np.int64(0)
+    length = 63 - _leading(mean)  # a step of ln 2 times the mean
+    return min(max(np.int64(0), 2 * length - 1), np.int64(MAX_GOLOMB - 3))
 
-    Series: 0 gaps, 1 runs of zero gaps, 2 gaps after such a run less one,
-    3 runs of differences of one, 4 larger differences less two, 5 changes of the class.
-    """
-    small, opened_in = 0, -1
+
+TRIED = 4
+"""Golomb parameters weighed from `_near` on: the best one of real series is among them."""
+
+
+@njit(nogil=True, cache=True)
+def fit(classes, bounds, gap, size, row):
+    """Best parameters of each class for the events of one block; `row[k]` is as in `write`."""
     for k in range(classes):
-        zeros = 0
-        seen[5, k, bucket(np.uint64(bounds[k + 1] - bounds[k]))] += 1
-        for j in range(bounds[k], bounds[k + 1]):
-            seen[0, k, bucket(np.uint64(gap[j]))] += 1
-            if gap[j] == 0:
-                zeros += 1
-            else:
-                seen[1, k, bucket(np.uint64(zeros))] += 1
-                seen[2, k, bucket(np.uint64(gap[j] - 1))] += 1
-                zeros = 0
-            if opened_in < 0:
-                opened_in = k
-            if size[j] == 1:
-                small += 1
-            else:
-                seen[3, opened_in, bucket(np.uint64(small))] += 1
-                seen[4, k, bucket(size[j] - np.uint64(2))] += 1
-                small, opened_in = 0, -1
-        if zeros:
-            seen[1, k, bucket(np.uint64(zeros))] += 1
-    if small:
-        seen[3, opened_in, bucket(np.uint64(small))] += 1
+        lo, hi = bounds[k], bounds[k + 1]
+        some = min(hi, lo + FITTED)
+        _fit_gaps(gap, lo, some, row[k])
+        _fit_sizes(size, lo, some, row[k])
+        row[k, 4] = min(63 - _leading(np.uint64(max(1, hi - lo))), 15)
+
+
+@njit(nogil=True, cache=True)
+def pool(classes, blocks, starts, gap, size, bounds, pooled_gap, pooled_size, row):
+    """Merge the events of several blocks and fit one row a class to all of them.
+
+    `blocks[b]` are the bounds of block b, whose events lie from `starts[b]` on in `gap` and `size`.
+    """
+    at = np.int64(0)
+    for k in range(classes):
+        bounds[k] = at
+        for b in range(blocks.shape[0]):
+            for j in range(starts[b] + blocks[b, k], starts[b] + blocks[b, k + 1]):
+                pooled_gap[at], pooled_size[at] = gap[j], size[j]
+                at += 1
+    bounds[classes:] = at
+    for k in range(classes):
+        _fit_gaps(pooled_gap, bounds[k], bounds[k + 1], row[k])
+        _fit_sizes(pooled_size, bounds[k], bounds[k + 1], row[k])
+        least = NEVER
+        for parameter in range(16):
+            bits = np.int64(0)
+            for b in range(blocks.shape[0]):
+                bits += _length(np.uint64(blocks[b, k + 1] - blocks[b, k]), 2 * parameter)
+            if bits < least:
+                row[k, 4], least = parameter, bits
+
+
+@njit(nogil=True, cache=True)
+def _fit_gaps(gap, lo, hi, row):
+    row[0], row[1], least = 0, NO_RUNS, NEVER
+    if hi == lo:
+        return
+    total, zeros, runs = np.int64(0), np.int64(0), np.int64(0)
+    for j in range(lo, hi):
+        total += np.int64(gap[j])
+        zeros += gap[j] == 0
+        runs += gap[j] == 0 and (j == lo or gap[j - 1] != 0)
+    start = _near(total, hi - lo)
+    for g in range(start, start + TRIED):
+        bits = np.int64(0)
+        for j in range(lo, hi):
+            bits += _length(np.uint64(gap[j]), g)
+        if bits < least:
+            row[0], least = g, bits
+    if 2 * zeros < hi - lo:
+        return
+    others = hi - lo - zeros
+    after = _near(total - others, max(1, others))
+    length = _near(zeros, others + 1)
+    for g in range(after, after + TRIED):
+        for z in range(length, length + TRIED):
+            bits = runs_cost(gap, lo, hi, z, g)
+            if bits < least:
+                row[0], row[1], least = g, z, bits
+
+
+@njit(nogil=True, cache=True)
+def runs_cost(gap, lo, hi, z, g):
+    """Bits of gaps whose zeros are coded as runs."""
+    bits, zeros = np.int64(0), np.int64(0)
+    for j in range(lo, hi):
+        if gap[j] == 0:
+            zeros += 1
+        else:
+            bits += _length(np.uint64(zeros), z) + _length(np.uint64(gap[j]) - np.uint64(1), g)
+            zeros = 0
+    return bits + (_length(np.uint64(zeros), z) if zeros else np.int64(0))
+
+
+@njit(nogil=True, cache=True)
+def _fit_sizes(size, lo, hi, row):
+    row[2], row[3], least = NO_RUNS, 0, NEVER
+    if hi == lo:
+        return
+    total, larger = np.uint64(0), np.int64(0)
+    for j in range(lo, hi):
+        one_less = (size[j] >> np.uint64(1)) - np.uint64(1)
+        total += min(one_less, np.uint64(1 << 32))
+        larger += one_less != 0
+    start = _near(total, hi - lo)
+    for g in range(start, start + TRIED):
+        bits = plain_cost(size, lo, hi, g)
+        if bits < least:
+            row[3], least = g, bits
+    if 3 * larger > hi - lo:
+        return
+    more = _near(total - np.uint64(larger), max(1, larger))
+    apart = _near(hi - lo - larger, larger + 1)
+    for g in range(more, more + TRIED):
+        for r in range(apart, apart + TRIED):
+            bits = larger_cost(size, lo, hi, r, g)
+            if bits < least:
+                row[2], row[3], least = r, g, bits
+
+
+@njit(nogil=True, cache=True)
+def plain_cost(size, lo, hi, g):
+    bits = np.int64(0)
+    for j in range(lo, hi):
+        bits += _length((size[j] >> np.uint64(1)) - np.uint64(1), g)
+    return bits
+
+
+@njit(nogil=True, cache=True)
+def larger_parameter(number, r):
+    """The Rice parameter of how many of `number` changes are larger than one, when such changes
+    lie Golomb(r) apart."""
+    return np.int64(63 - _leading((np.uint64(number) >> np.uint64(r >> 1)) | np.uint64(1)))
+
+
+@njit(nogil=True, cache=True)
+def larger_cost(size, lo, hi, r, g):
+    """Bits of sizes of which only those larger than one are coded, and where."""
+    bits, ones, larger = np.int64(0), np.int64(0), np.int64(0)
+    for j in range(lo, hi):
+        value = size[j] >> np.uint64(1)
+        if value == 1:
+            ones += 1
+        else:
+            bits += _length(np.uint64(ones), r) + _length(value - np.uint64(2), g)
+            larger += 1
+            ones = 0
+    return bits + _length(np.uint64(larger), 2 * larger_parameter(hi - lo, r))
+
+
+@njit(nogil=True, cache=True)
+def cost_of(classes, bounds, gap, size, row):
+    """Bits of a block under parameters that were fitted to another one, signs left out."""
+    bits = np.int64(0)
+    for k in range(classes):
+        lo, hi = bounds[k], bounds[k + 1]
+        bits += _length(np.uint64(hi - lo), 2 * np.int64(row[k, 4]))
+        g = np.int64(row[k, 0])
+        if row[k, 1] == NO_RUNS:
+            for j in range(lo, hi):
+                bits += _length(np.uint64(gap[j]), g)
+        else:
+            bits += runs_cost(gap, lo, hi, np.int64(row[k, 1]), g)
+        if row[k, 2] == NO_RUNS:
+            bits += plain_cost(size, lo, hi, np.int64(row[k, 3]))
+        elif hi > lo:
+            bits += larger_cost(size, lo, hi, np.int64(row[k, 2]), np.int64(row[k, 3]))
+    return bits
 
 
 @njit(nogil=True, cache=True)
 def _put(out, at, value, bits, held, fill):
-    """Append the low `bits` (at most 57) of `value`.
+    """Append the low `bits` (at most 56) of `value`; what stands above them must be zero.
 
-    `held` are the last `fill` < 64 bits, not yet stored at byte `at`; returned are the three after
-    it. A store is never read back: that would stall the next one.
+    `held` are the last `fill` < 8 bits; eight bytes are stored at byte `at` every time, without a
+    branch to guess, and never read back.
     """
     held |= value << np.uint64(fill)
-    if fill + bits < 64:
-        return at, held, fill + bits
+    fill += bits
     _store(out, at, held)
-    taken = np.uint64(64 - fill)
-    return at + 8, (value >> taken if fill else np.uint64(0)), fill + bits - 64
+    whole = fill >> 3
+    return at + whole, held >> np.uint64(whole << 3), fill & 7
 
 
 @njit(nogil=True, cache=True)
-def _put_rice(out, at, value, k, held, fill):
-    high = value >> np.uint64(k)
-    if high < np.uint64(MAX_QUOTIENT):
-        q = np.int64(high)
-        low = value & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
-        ones = (np.uint64(1) << np.uint64(q)) - np.uint64(1)
-        return _put(out, at, ones | (low << np.uint64(q + 1)), q + 1 + k, held, fill)
+def _put_escaped(out, at, value, held, fill):
+    """A number that no parameter foresaw: 24 ones, 6 bits of its length less one, itself."""
     ones = (np.uint64(1) << np.uint64(MAX_QUOTIENT)) - np.uint64(1)
     at, held, fill = _put(out, at, ones, MAX_QUOTIENT, held, fill)
     bits = 64 - _leading(value | np.uint64(1))
@@ -343,75 +519,130 @@ def _put_rice(out, at, value, k, held, fill):
 
 
 @njit(nogil=True, cache=True)
-def _put_golomb(out, at, value, g, held, fill):
-    """Even g: Rice with g/2. Odd g: Golomb with 3 << (g-1)/2, the step between two Rice codes."""
-    if g & 1 == 0:
-        return _put_rice(out, at, value, g >> 1, held, fill)
-    k = g >> 1
-    high = value >> np.uint64(k)
-    q = high // np.uint64(3)
+def _code(value, g):
+    """Golomb(value, g) as a word and its bits; no bits where it must be escaped."""
+    k = np.uint64(g >> 1)
+    q = value >> k
+    low = value & ((np.uint64(1) << k) - np.uint64(1))
+    bits = np.uint64(1)
+    third = np.uint64(0)
+    if g & 1:
+        high = q
+        q = high // np.uint64(3)
+        third = high - q * np.uint64(3)
+        bits = np.uint64(2) + min(third, np.uint64(1))
+        third = third + third - min(third, np.uint64(1))  # 0, 10, 11, first bit first
     if q >= np.uint64(MAX_QUOTIENT):
-        return _put_rice(out, at, value, 0, held, fill)
-    third = high - q * np.uint64(3)
-    low = value & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
-    ones = (np.uint64(1) << np.uint64(q)) - np.uint64(1)
-    code, bits = np.uint64(0), np.int64(1)
-    if third:
-        code, bits = np.uint64(1) | ((third - np.uint64(1)) << np.uint64(1)), np.int64(2)
-    n = np.int64(q) + 1
-    word = ones | (code << np.uint64(n)) | (low << np.uint64(n + bits))
-    return _put(out, at, word, n + bits + k, held, fill)
+        return np.uint64(0), np.int64(0)
+    ones = (np.uint64(1) << q) - np.uint64(1)
+    word = ones | (third << (q + np.uint64(1))) | (low << (q + bits))
+    return word, np.int64(q + bits + k)
 
 
 @njit(nogil=True, cache=True)
-def _ahead(values, value, j, end):
-    """How many of `values[j:end]` equal `value` before the first that does not."""
+def _put_golomb(out, at, value, g, held, fill):
+    word, bits = _code(value, g)
+    if bits:
+        return _put(out, at, word, bits, held, fill)
+    return _put_escaped(out, at, value, held, fill)
+
+
+@njit(nogil=True, cache=True)
+def _ones_ahead(size, j, end):
+    """How many of `size[j:end]` are differences of one before the first that is not."""
     n = 0
-    while j + n < end and values[j + n] == value:
+    while j + n < end and size[j + n] >> np.uint64(1) == 1:
         n += 1
     return n
 
 
 @njit(nogil=True, cache=True)
-def write(classes, bounds, gap, size, negative, table, out, start):
-    """Code one block into the zeroed `out` from byte `start` on; returns the end, or TOO_LARGE.
+def _zeros_ahead(gap, j, end):
+    n = 0
+    while j + n < end and gap[j + n] == 0:
+        n += 1
+    return n
 
-    `table[k]` = parameters of gaps, runs of zero gaps, runs of ones, larger differences, counts.
+
+@njit(nogil=True, cache=True)
+def _write_class(lo, hi, gap, size, row, out, limit, at, held, fill):
+    """Code the events `lo <= j < hi` of one class."""
+    g, z = np.int64(row[0]), np.int64(row[1])
+    r, m = np.int64(row[2]), np.int64(row[3])
+    ones = np.int64(-1)  # differences of one until the next larger one
+    if r != NO_RUNS:
+        larger = np.int64(0)
+        for j in range(lo, hi):
+            larger += size[j] >> np.uint64(1) != 1
+        parameter = 2 * larger_parameter(hi - lo, r)
+        at, held, fill = _put_golomb(out, at, np.uint64(larger), parameter, held, fill)
+        ones = NEVER
+        if larger:
+            ones = _ones_ahead(size, lo, hi)
+            at, held, fill = _put_golomb(out, at, np.uint64(ones), r, held, fill)
+    zeros = np.int64(-1)
+    for j in range(lo, hi):
+        if at > limit:
+            return TOO_LARGE, held, fill
+        sign = size[j] & np.uint64(1)
+        if z == NO_RUNS and r != NO_RUNS and ones != 0:  # by far the most frequent
+            ones -= 1
+            word, bits = _code(np.uint64(gap[j]), g)
+            if bits:
+                word |= sign << np.uint64(bits)
+                at, held, fill = _put(out, at, word, bits + 1, held, fill)
+                continue
+            at, held, fill = _put_escaped(out, at, np.uint64(gap[j]), held, fill)
+            at, held, fill = _put(out, at, sign, 1, held, fill)
+            continue
+        if z == NO_RUNS:
+            at, held, fill = _put_golomb(out, at, np.uint64(gap[j]), g, held, fill)
+        else:
+            if zeros < 0:
+                zeros = _zeros_ahead(gap, j, hi)
+                at, held, fill = _put_golomb(out, at, np.uint64(zeros), z, held, fill)
+            if zeros == 0:
+                less = np.uint64(gap[j]) - np.uint64(1)
+                at, held, fill = _put_golomb(out, at, less, g, held, fill)
+            zeros -= 1
+        value = size[j] >> np.uint64(1)
+        if r == NO_RUNS:
+            at, held, fill = _put_golomb(out, at, value - np.uint64(1), m, held, fill)
+        elif ones == 0:
+            at, held, fill = _put_golomb(out, at, value - np.uint64(2), m, held, fill)
+            larger -= 1
+            ones = NEVER
+            if larger:
+                ones = _ones_ahead(size, j + 1, hi)
+                at, held, fill = _put_golomb(out, at, np.uint64(ones), r, held, fill)
+        else:
+            ones -= 1
+        at, held, fill = _put(out, at, sign, 1, held, fill)
+    return at, held, fill
+
+
+@njit(nogil=True, cache=True)
+def write(classes, bounds, gap, size, row, out, start):
+    """Code one block into `out` from byte `start` on; returns the end, or TOO_LARGE.
+
+    `row[k]` = parameters of gaps, runs of zero gaps, distances of larger differences, larger
+    differences, counts.
     """
     at, held, fill = start, np.uint64(0), np.int64(0)
-    limit = out.size - 80  # what one change and one count can take at most
-    total = bounds[classes]
-    small = -1
+    limit = out.size - 96  # what one change and two counts can take at most
     for k in range(classes):
         if at > limit:
             return TOO_LARGE
-        at, held, fill = _put_rice(
-            out, at, np.uint64(bounds[k + 1] - bounds[k]), np.int64(table[k, 4]), held, fill
+        lo, hi = bounds[k], bounds[k + 1]
+        at, held, fill = _put_golomb(
+            out, at, np.uint64(hi - lo), 2 * np.int64(row[k, 4]), held, fill
         )
-        kg, kz = np.int64(table[k, 0]), np.int64(table[k, 1])
-        kr, km = np.int64(table[k, 2]), np.int64(table[k, 3])
-        zeros = -1
-        for j in range(bounds[k], bounds[k + 1]):
-            if at > limit:
-                return TOO_LARGE
-            if kz == NO_RUNS:
-                at, held, fill = _put_golomb(out, at, np.uint64(gap[j]), kg, held, fill)
-            else:
-                if zeros < 0:
-                    zeros = _ahead(gap, 0, j, bounds[k + 1])
-                    at, held, fill = _put_rice(out, at, np.uint64(zeros), kz, held, fill)
-                if zeros == 0:
-                    at, held, fill = _put_golomb(out, at, np.uint64(gap[j] - 1), kg, held, fill)
-                zeros -= 1
-            if small < 0:
-                small = _ahead(size, np.uint64(1), j, total)
-                at, held, fill = _put_rice(out, at, np.uint64(small), kr, held, fill)
-            if small == 0:
-                at, held, fill = _put_rice(out, at, size[j] - np.uint64(2), km, held, fill)
-            small -= 1
-            at, held, fill = _put(out, at, np.uint64(negative[j]), 1, held, fill)
-    _store(out, at, held)
-    return at + ((fill + 7) >> 3)
+        if lo == hi:
+            continue
+        at, held, fill = _write_class(lo, hi, gap, size, row[k], out, limit, at, held, fill)
+        if at < 0:
+            return TOO_LARGE
+    return at + (1 if fill else 0)
 
 
 @njit(nogil=True, cache=True)
@@ -424,17 +655,7 @@ def _get(data, at, limit, bits):
 
 
 @njit(nogil=True, cache=True)
-def _get_rice(data, at, limit, k):
-    if at >= limit:
-        return np.uint64(0), limit + 1
-    word = _load(data, at >> 3) >> np.uint64(at & 7)
-    q = _lowest(~word)
-    if q < MAX_QUOTIENT:
-        low = (word >> np.uint64(q + 1)) & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
-        at += q + 1 + k
-        if at > limit:
-            return np.uint64(0), limit + 1
-        return (np.uint64(q) << np.uint64(k)) | low, at
+def _get_escaped(data, at, limit):
     bits, at = _get(data, at + MAX_QUOTIENT, limit, 6)
     count = np.int64(bits) + 1
     value, at = _get(data, at, limit, min(count, 32))
@@ -445,78 +666,139 @@ def _get_rice(data, at, limit, k):
 
 
 @njit(nogil=True, cache=True)
-def _get_golomb(data, at, limit, g):
-    if g & 1 == 0 or at >= limit:
-        return _get_rice(data, at, limit, g >> 1)
-    word = _load(data, at >> 3) >> np.uint64(at & 7)
-    q = _lowest(~word)
-    if q >= MAX_QUOTIENT:
-        return _get_rice(data, at, limit, 0)
-    k = g >> 1
-    word >>= np.uint64(q + 1)
-    third, bits = np.uint64(0), np.int64(1)
-    if word & np.uint64(1):
-        third, bits = np.uint64(1) + ((word >> np.uint64(1)) & np.uint64(1)), np.int64(2)
-    low = (word >> np.uint64(bits)) & ((np.uint64(1) << np.uint64(k)) - np.uint64(1))
-    at += q + 1 + bits + k
-    if at > limit:
-        return np.uint64(0), limit + 1
-    return ((np.uint64(q) * np.uint64(3) + third) << np.uint64(k)) | low, at
+def _decode(word, g):
+    """Value and bits of the Golomb code that `word` begins with; no bits where it is escaped.
+
+    At most 24 + 2 + 15 bits are looked at, and 57 are there.
+    """
+    q = np.uint64(_lowest(~word))
+    if q >= np.uint64(MAX_QUOTIENT):
+        return np.uint64(0), np.int64(0)
+    k = np.uint64(g >> 1)
+    word >>= q + np.uint64(1)
+    used = q + np.uint64(1) + k
+    if g & 1:
+        some = word & np.uint64(1)
+        third = some + (some & (word >> np.uint64(1)))
+        word >>= np.uint64(1) + some
+        used += np.uint64(1) + some
+        q = q * np.uint64(3) + third
+    low = word & ((np.uint64(1) << k) - np.uint64(1))
+    return (q << k) | low, np.int64(used)
 
 
 @njit(nogil=True, cache=True)
-def parse(data, start, end, words, classes, table, first, bounds, rank, delta):
-    """Read one block's events into `rank[first:]` and `delta[first:]`, class after class.
+def _get_golomb(data, at, limit, g):
+    if at >= limit:
+        return np.uint64(0), limit + 1
+    value, used = _decode(_load(data, at >> 3) >> np.uint64(at & 7), g)
+    if not used:
+        return _get_escaped(data, at, limit)
+    return value, at + used
 
-    Returns their number or MALFORMED. `data` has at least 8 bytes after `end`. A rank is below
-    `words`, ranks ascend within a class, and the bytes are used up to the last.
-    """
-    at, limit = start * 8, end * 8
-    room = rank.size - first
-    found, small = 0, np.int64(-1)
-    for k in range(classes):
-        bounds[k] = first + found
-        number, at = _get_rice(data, at, limit, np.int64(table[k, 4]))
-        if at > limit or number > np.uint64(room - found):
+
+@njit(nogil=True, cache=True)
+def _parse_class(data, at, limit, words, number, row, found, rank, change):
+    """Read the `number` events of one class; returns the bit after them, or MALFORMED."""
+    g, z = np.int64(row[0]), np.int64(row[1])
+    r, m = np.int64(row[2]), np.int64(row[3])
+    ones, larger = np.int64(-1), np.uint64(0)
+    if r != NO_RUNS:
+        parameter = 2 * larger_parameter(number, r)
+        larger, at = _get_golomb(data, at, limit, parameter)
+        if at > limit or larger > number:
             return MALFORMED
-        kg, kz = np.int64(table[k, 0]), np.int64(table[k, 1])
-        kr, km = np.int64(table[k, 2]), np.int64(table[k, 3])
-        before, zeros = np.int64(-1), np.int64(-1)
-        for _ in range(np.int64(number)):
-            gap = np.uint64(0)
-            if kz == NO_RUNS:
-                gap, at = _get_golomb(data, at, limit, kg)
+        ones = NEVER
+        if larger:
+            value, at = _get_golomb(data, at, limit, r)
+            ones = np.int64(min(value, number))
+    before, zeros = np.int64(-1), np.int64(-1)
+    for i in range(found, found + np.int64(number)):
+        if at >= limit:
+            return MALFORMED
+        if z == NO_RUNS and r != NO_RUNS and ones != 0:  # by far the most frequent
+            ones -= 1
+            word = _load(data, at >> 3) >> np.uint64(at & 7)
+            gap, used = _decode(word, g)
+            if used:
+                sign = (word >> np.uint64(used)) & np.uint64(1)
+                at += used + 1
             else:
-                if zeros < 0:
-                    value, at = _get_rice(data, at, limit, kz)
-                    zeros = np.int64(min(value, np.uint64(words)))
-                if zeros == 0:
-                    gap, at = _get_golomb(data, at, limit, kg)
-                    if gap >= np.uint64(words):
-                        return MALFORMED
-                    gap += np.uint64(1)
-                zeros -= 1
+                gap, at = _get_escaped(data, at, limit)
+                sign, at = _get(data, at, limit, 1)
             if at > limit or gap >= np.uint64(words):
                 return MALFORMED
             before += np.int64(gap) + 1
             if before >= words:
                 return MALFORMED
-            if small < 0:
-                value, at = _get_rice(data, at, limit, kr)
-                small = np.int64(min(value, np.uint64(words)))
-            size = np.uint64(1)
-            if small == 0:
-                size, at = _get_rice(data, at, limit, km)
-                size += np.uint64(2)
-            small -= 1
-            sign, at = _get(data, at, limit, 1)
-            if at > limit:
-                return MALFORMED
-            rank[first + found] = before
-            delta[first + found] = np.uint64(0) - size if sign else size
-            found += 1
+            rank[i] = before
+            change[i] = np.uint64(1) - (sign << np.uint64(1))
+            continue
+        gap = np.uint64(0)
+        if z == NO_RUNS:
+            gap, at = _get_golomb(data, at, limit, g)
+        else:
+            if zeros < 0:
+                value, at = _get_golomb(data, at, limit, z)
+                zeros = np.int64(min(value, np.uint64(words)))
+            if zeros == 0:
+                gap, at = _get_golomb(data, at, limit, g)
+                if gap >= np.uint64(words):
+                    return MALFORMED
+                gap += np.uint64(1)
+            zeros -= 1
+        if at > limit or gap >= np.uint64(words):
+            return MALFORMED
+        before += np.int64(gap) + 1
+        if before >= words:
+            return MALFORMED
+        size = np.uint64(1)
+        if r == NO_RUNS:
+            value, at = _get_golomb(data, at, limit, m)
+            size += value
+        elif ones == 0:
+            value, at = _get_golomb(data, at, limit, m)
+            size += value + np.uint64(1)
+            larger -= np.uint64(1)
+            ones = NEVER
+            if larger:
+                value, at = _get_golomb(data, at, limit, r)
+                ones = np.int64(min(value, number))
+        else:
+            ones -= 1
+        sign, at = _get(data, at, limit, 1)
+        if at > limit:
+            return MALFORMED
+        rank[i] = before
+        change[i] = np.uint64(0) - size if sign else size
+    if larger:
+        return MALFORMED
+    return at
+
+
+@njit(nogil=True, cache=True)
+def parse(data, start, end, words, classes, row, bounds, rank, change):
+    """Read one block's events into `rank` and `change`, class after class.
+
+    Returns their number or MALFORMED. `data` has at least 8 bytes after `end`. A rank is below
+    `words`, ranks ascend within a class, and the bytes are used up to the last.
+    """
+    at, limit = start * 8, end * 8
+    room = rank.size
+    found = 0
+    for k in range(classes):
+        bounds[k] = found
+        number, at = _get_golomb(data, at, limit, 2 * np.int64(row[k, 4]))
+        if at > limit or number > np.uint64(room - found):
+            return MALFORMED
+        if number == 0:
+            continue
+        at = _parse_class(data, at, limit, words, number, row[k], found, rank, change)
+        if at < 0:
+            return MALFORMED
+        found += np.int64(number)
     for k in range(classes, 257):
-        bounds[k] = first + found
+        bounds[k] = found
     if (at + 7) >> 3 != end:
         return MALFORMED
     if at & 7 and np.uint64(data[end - 1]) >> np.uint64(at & 7):
@@ -524,20 +806,30 @@ def parse(data, start, end, words, classes, table, first, bounds, rank, delta):
     return found
 
 
-@njit(nogil=True, cache=True)
-def _select(mask, rank):
-    """Index of the set bit that has `rank` set bits below it, without a branch to guess."""
-    at = np.uint64(0)
-    for step in (32, 16, 8, 4, 2, 1):
-        below = _ones((mask >> at) & ((np.uint64(1) << np.uint64(step)) - np.uint64(1)))
-        over = rank >= below
-        rank -= below if over else 0
-        at += np.uint64(step if over else 0)
-    return np.int64(at)
+_L8 = np.uint64(0x0101010101010101)
+_H8 = np.uint64(0x8080808080808080)
 
 
 @njit(nogil=True, cache=True)
-def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, place):
+def _select(mask, rank, chosen):
+    """Index of the set bit that has `rank` set bits below it, without a branch to guess.
+
+    Vigna, "Broadword implementation of rank/select queries", 2008. `chosen[r, byte]` is the
+    index of the set bit number r of a byte.
+    """
+    sums = mask - ((mask >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    pairs = np.uint64(0x3333333333333333)
+    sums = (sums & pairs) + ((sums >> np.uint64(2)) & pairs)
+    sums = ((sums + (sums >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _L8
+    below = _ones((((np.uint64(rank) * _L8) | _H8) - sums) & _H8)
+    shift = np.uint64(below) << np.uint64(3)
+    inside = np.uint64(rank) - (((sums << np.uint64(8)) >> shift) & np.uint64(0xFF))
+    byte = (mask >> shift) & np.uint64(0xFF)
+    return np.int64(shift) + np.int64(chosen[inside & np.uint64(7), byte])
+
+
+@njit(nogil=True, cache=True)
+def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, chosen, place):
     """Turn the ranks of one block's events into positions in `place`; writes no word.
 
     Returns 0, or MALFORMED where a class has fewer words than its events ask for.
@@ -565,13 +857,17 @@ def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, place):
             hit |= left[k]
         if hit >= 0:
             continue
+        over = np.uint64(0)
         for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
-            if left[k] < 0:
-                same = _equal(classes, np.uint8(k))
-                total = _ones(same)
-                while left[k] < 0:
-                    bit = _select(same, left[k] + total)
-                    left[k] += _hit(np.int64(k), at + bit, following, bounds, rank, place)
+            over |= (np.uint64(left[k]) >> np.uint64(63)) << k
+        while over != 0:
+            k = _lowest(over)
+            over &= over - np.uint64(1)
+            same = _equal(classes, np.uint8(k))
+            total = _ones(same)
+            while left[k] < 0:
+                bit = _select(same, left[k] + total, chosen)
+                left[k] += _hit(k, at + bit, following, bounds, rank, place)
     for at in range(whole, hi):
         k = _class(words[at], shift, mask, first, last)
         if left[k] == 0:
@@ -595,9 +891,340 @@ def _hit(k, at, following, bounds, rank, place):
 
 
 @njit(nogil=True, cache=True)
-def add(words, place, delta, bits):
-    """`words[place] += delta`, modulo the width. Every place was formed by `locate`."""
-    mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1) if bits < 64 else ~np.uint64(0)
+def place_all(
+    data,
+    start,
+    end,
+    words,
+    lo,
+    hi,
+    shift,
+    mask,
+    first,
+    last,
+    row,
+    bounds,
+    rank,
+    change,
+    place,
+    chosen,
+):
+    """Read one block and find the words it changes. Returns their number, MALFORMED where the
+    bytes are no block, OTHER_BASE where a class has too few words; nothing is changed yet."""
+    found = parse(data, start, end, hi - lo, np.int64(last) + 1, row, bounds, rank, change)
+    if found < 0:
+        return found
+    cut = sample(words, lo, hi, shift, mask, first, last)
+    if locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, chosen, place) < 0:
+        return OTHER_BASE
+    return found
+
+
+@njit(nogil=True, cache=True)
+def add(words, place, change):
+    """`words[place] += change`, modulo the width. Every place was formed by `locate`."""
+    width = _width(words.itemsize * 8)
     for j in range(place.size):
         i = place[j]
-        words[i] = (np.uint64(words[i]) + delta[j]) & mask
+        words[i] = (np.uint64(words[i]) + change[j]) & width
+
+
+@njit(nogil=True, cache=True)
+def subtract(words, place, change):
+    """Undo `add`."""
+    width = _width(words.itemsize * 8)
+    for j in range(place.size):
+        i = place[j]
+        words[i] = (np.uint64(words[i]) - change[j]) & width
+
+
+@njit(nogil=True, cache=True)
+def unpack(data, lo, hi, codes):
+    """Two codes of each byte, low half first: `codes[: hi - lo]` from code `lo` (even) on."""
+    for i in range((hi - lo) >> 1):
+        byte = data[(lo >> 1) + i]
+        codes[2 * i] = byte & np.uint8(15)
+        codes[2 * i + 1] = byte >> np.uint8(4)
+
+
+@njit(nogil=True, cache=True)
+def add_codes(data, place, change, sign):
+    """Add `sign` times `change` to the packed codes at `place`, modulo 16."""
+    for j in range(place.size):
+        i = place[j]
+        shift = np.uint8((i & 1) << 2)
+        byte = data[i >> 1]
+        step = change[j] if sign > 0 else np.uint64(0) - change[j]
+        code = np.uint8((np.uint64(byte >> shift) + step) & np.uint64(15))
+        data[i >> 1] = (byte & ~np.uint8(np.uint8(15) << shift)) | np.uint8(code << shift)
+
+
+SYMBOLS = 128
+"""0: unchanged. 1, 2, 3: a difference of that size. From 4 on half octaves: a size of e + 1 bits
+is 4 + 2 (e - 2) + its second bit, with e - 1 low bits beside it."""
+
+SCALE = 12
+"""Frequencies add up to 4096: tables of 16 KiB a class would leave the caches at more."""
+
+_TOTAL = 1 << SCALE
+_LOW = np.uint64(1 << 16)
+"""rANS states lie in [2^16, 2^32) and are refilled by 16 bits (Duda, arXiv:1311.2540)."""
+
+LANES = 4
+"""Interleaved states, so that one's latency hides behind the others."""
+
+
+@njit(nogil=True, cache=True)
+def _symbol(size):
+    """Symbol and number of low bits of a difference of `size` > 0."""
+    if size < np.uint64(4):
+        return np.int64(size), np.int64(0)
+    e = np.int64(63 - _leading(size))
+    return 2 * e + np.int64((size >> np.uint64(e - 1)) & np.uint64(1)), e - 1
+
+
+@njit(nogil=True, cache=True)
+def _normalise(seen, out):
+    """Frequencies that add up to 4096, none of a symbol that occurs being 0."""
+    total = seen.sum()
+    out[:] = 0
+    if total == 0:
+        return
+    given, largest = np.int64(0), np.int64(0)
+    for s in range(SYMBOLS):
+        if seen[s]:
+            out[s] = max(np.int64(1), seen[s] * _TOTAL // total)
+            given += np.int64(out[s])
+            if seen[s] > seen[largest]:
+                largest = s
+    while given > _TOTAL:
+        most = np.int64(out.argmax())
+        step = min(given - _TOTAL, max(np.int64(1), np.int64(out[most]) // 2))
+        out[most] -= step
+        given -= step
+    out[largest] += _TOTAL - given
+
+
+@njit(nogil=True, cache=True)
+def write_dense(old, new, lo, hi, bits, shift, mask, first, last, symbols, out, start):
+    """Code every word of a block; returns the end, or TOO_LARGE.
+
+    for each class: u8 n, n frequencies (LEB128) | u32 bytes of low bits | low bits
+    4 x u32 states | u16 words of the states, in the order they are read
+    """
+    width, top = _width(bits), np.uint64(1) << np.uint64(bits - 1)
+    classes = np.int64(last) + 1
+    seen = np.zeros((classes, SYMBOLS), np.int64)
+    for i in range(lo, hi):
+        change = (np.uint64(new[i]) - np.uint64(old[i])) & width
+        s = np.int64(0)
+        if change:
+            s, _ = _symbol(change if change <= top else (np.uint64(0) - change) & width)
+        symbols[i - lo] = s
+        seen[_class(old[i], shift, mask, first, last), s] += 1
+    at = start
+    frequency = np.zeros((classes, SYMBOLS), np.uint32)
+    for k in range(classes):
+        _normalise(seen[k], frequency[k])
+        n = SYMBOLS
+        while n and frequency[k, n - 1] == 0:
+            n -= 1
+        if at + 2 * n + 64 > out.size:
+            return TOO_LARGE
+        out[at] = n
+        at += 1
+        for s in range(n):
+            f = frequency[k, s]
+            if f >= 128:
+                out[at] = (f & np.uint32(127)) | np.uint32(128)
+                out[at + 1] = f >> np.uint32(7)
+                at += 2
+            else:
+                out[at] = f
+                at += 1
+    end = _write_low_bits(old, new, lo, hi, bits, symbols, out, at)
+    if end < 0:
+        return TOO_LARGE
+    return _write_states(old, lo, hi, shift, mask, first, last, symbols, frequency, out, end)
+
+
+@njit(nogil=True, cache=True)
+def _write_low_bits(old, new, lo, hi, bits, symbols, out, head):
+    width, top = _width(bits), np.uint64(1) << np.uint64(bits - 1)
+    at, held, fill = head + 4, np.uint64(0), np.int64(0)
+    for i in range(lo, hi):
+        if not symbols[i - lo]:
+            continue
+        if at + 32 > out.size:
+            return TOO_LARGE
+        change = (np.uint64(new[i]) - np.uint64(old[i])) & width
+        sign = np.uint64(change > top)
+        size = (np.uint64(0) - change) & width if sign else change
+        _, low = _symbol(size)
+        at, held, fill = _put(out, at, sign, 1, held, fill)
+        rest = size & ((np.uint64(1) << np.uint64(low)) - np.uint64(1))
+        at, held, fill = _put(out, at, rest & np.uint64(0xFFFFFFFF), min(low, 32), held, fill)
+        if low > 32:
+            at, held, fill = _put(out, at, rest >> np.uint64(32), low - 32, held, fill)
+    at += 1 if fill else 0
+    count = np.uint64(at - head - 4)
+    for i in range(4):
+        out[head + i] = np.uint8((count >> np.uint64(8 * i)) & np.uint64(255))
+    return at
+
+
+@njit(nogil=True, cache=True)
+def _write_states(old, lo, hi, shift, mask, first, last, symbols, frequency, out, start):
+    classes = frequency.shape[0]
+    below = np.zeros((classes, SYMBOLS), np.uint32)
+    for k in range(classes):
+        for s in range(1, SYMBOLS):
+            below[k, s] = below[k, s - 1] + frequency[k, s - 1]
+    states = np.full(LANES, _LOW, np.uint64)
+    at = out.size - 8  # words are written from the end, as the reader goes the other way
+    for i in range(hi - 1, lo - 1, -1):
+        k = _class(old[i], shift, mask, first, last)
+        s = symbols[i - lo]
+        f = np.uint64(frequency[k, s])
+        lane = (i - lo) & (LANES - 1)
+        x = states[lane]
+        if x >= f << np.uint64(32 - SCALE):
+            at -= 2
+            if at < start + 16:
+                return TOO_LARGE
+            out[at] = np.uint8(x & np.uint64(255))
+            out[at + 1] = np.uint8((x >> np.uint64(8)) & np.uint64(255))
+            x >>= np.uint64(16)
+        states[lane] = (x // f << np.uint64(SCALE)) + np.uint64(below[k, s]) + x % f
+    for lane in range(LANES):
+        for i in range(4):
+            out[start + 4 * lane + i] = np.uint8(
+                (states[lane] >> np.uint64(8 * i)) & np.uint64(255)
+            )
+    count = out.size - 8 - at
+    for i in range(count):
+        out[start + 16 + i] = out[at + i]
+    return start + 16 + count
+
+
+@njit(nogil=True, cache=True)
+def _read_frequencies(data, at, end, frequency):
+    """Fill one class's row; returns the place after it, or MALFORMED."""
+    if at >= end:
+        return MALFORMED
+    n = np.int64(data[at])
+    at += 1
+    total = np.int64(0)
+    if n > SYMBOLS:
+        return MALFORMED
+    for s in range(n):
+        if at >= end:
+            return MALFORMED
+        f = np.int64(data[at])
+        at += 1
+        if f >= 128:
+            if at >= end or data[at] == 0 or data[at] > 32:
+                return MALFORMED
+            f = (f & 127) | np.int64(data[at]) << 7
+            at += 1
+        frequency[s] = f
+        total += f
+    if total != (_TOTAL if n else 0) or (n and frequency[n - 1] == 0):
+        return MALFORMED
+    return at
+
+
+@njit(nogil=True, cache=True)
+def read_dense(data, start, end, old, new, lo, hi, bits, shift, mask, first, last):
+    """Decode a block of `write_dense` over the words `old[lo:hi]` into `new[: hi - lo]`.
+
+    Returns the changed words or MALFORMED. `data` has at least 8 bytes after `end`.
+    """
+    classes = np.int64(last) + 1
+    frequency = np.zeros((classes, SYMBOLS), np.uint32)
+    at = start
+    for k in range(classes):
+        at = _read_frequencies(data, at, end, frequency[k])
+        if at < 0:
+            return MALFORMED
+    if at + 20 > end:
+        return MALFORMED
+    count = np.int64(_load(data, at) & np.uint64(0xFFFFFFFF))
+    low = (at + 4) * 8
+    low_end = low + count * 8
+    if low_end >> 3 > end - 16:
+        return MALFORMED
+    return _read_states(
+        data, low, low_end, end, old, new, lo, hi, bits, shift, mask, first, last, frequency
+    )
+
+
+@njit(nogil=True, cache=True)
+def _read_states(
+    data, low, low_end, end, old, new, lo, hi, bits, shift, mask, first, last, frequency
+):
+    classes = frequency.shape[0]
+    symbol = np.zeros((classes, _TOTAL), np.uint8)
+    below = np.zeros((classes, SYMBOLS), np.uint32)
+    for k in range(classes):
+        c = np.int64(0)
+        for s in range(SYMBOLS):
+            below[k, s] = c
+            for _ in range(frequency[k, s]):
+                symbol[k, c] = s
+                c += 1
+    states = np.empty(LANES, np.uint64)
+    at = low_end >> 3
+    for lane in range(LANES):
+        states[lane] = _load(data, at) & np.uint64(0xFFFFFFFF)
+        if states[lane] < _LOW:
+            return MALFORMED
+        at += 4
+    width, changed = _width(bits), np.int64(0)
+    for i in range(lo, hi):
+        k = _class(old[i], shift, mask, first, last)
+        lane = (i - lo) & (LANES - 1)
+        x = states[lane]
+        slot = x & np.uint64(_TOTAL - 1)
+        s = np.int64(symbol[k, slot])
+        f = np.uint64(frequency[k, s])
+        if f == 0:
+            return MALFORMED
+        x = f * (x >> np.uint64(SCALE)) + slot - np.uint64(below[k, s])
+        if x < _LOW:
+            if at + 2 > end:
+                return MALFORMED
+            x = x << np.uint64(16) | (_load(data, at) & np.uint64(0xFFFF))
+            at += 2
+        states[lane] = x
+        word = np.uint64(old[i])
+        if s:
+            sign, low = _get(data, low, low_end, 1)
+            size = np.uint64(s)
+            if s >= 4:
+                e = np.int64(s >> 1)
+                rest, low = _get(data, low, low_end, min(e - 1, 32))
+                if e - 1 > 32:
+                    high, low = _get(data, low, low_end, e - 33)
+                    rest |= high << np.uint64(32)
+                size = (np.uint64(2 | (s & 1)) << np.uint64(e - 1)) | rest
+            if low > low_end or size > width:
+                return MALFORMED
+            word = (word - size if sign else word + size) & width
+            changed += 1
+        new[i - lo] = word
+    for lane in range(LANES):
+        if states[lane] != _LOW:
+            return MALFORMED
+    if at != end or (low + 7) >> 3 != low_end >> 3:
+        return MALFORMED
+    if low & 7 and np.uint64(data[(low_end >> 3) - 1]) >> np.uint64(low & 7):
+        return MALFORMED
+    return changed
+
+
+@njit(nogil=True, cache=True)
+def pack(codes, data, lo, hi):
+    """Undo `unpack`."""
+    for i in range((hi - lo) >> 1):
+        data[(lo >> 1) + i] = codes[2 * i] | np.uint8(codes[2 * i + 1] << np.uint8(4))

@@ -4,57 +4,21 @@ The reader validates everything it can before it writes; a digest of the new bit
 rest: `apply_into` tells whether the buffer now holds exactly what the writer had.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
-from farcast.delta import conditioned
-from farcast.delta.bits import (
-    Bytes,
-    TensorBits,
-    all_bits,
-    from_bits,
-    nbytes_of,
-    word_bytes,
-    words_of,
-)
-from farcast.delta.coding import (
-    changed_positions,
-    decode_full,
-    decode_sparse,
-    encode_full,
-    encode_sparse,
-)
-from farcast.delta.conditioned import (
-    FIELDS,
-    Parameters,
-    Scratch,
-    Statistics,
-    class_range,
-    find_changes,
-    read_blocks,
-    write_blocks,
-)
-from farcast.delta.container import (
-    MAX_TABLES,
-    Header,
-    Row,
-    read_container,
-    write_container,
-)
-from farcast.delta.identity import entry_of, tensor_digest
+from farcast.delta.bits import Bytes, TensorBits, all_bits, from_bits, nbytes_of, word_bytes
+from farcast.delta.blocks import Applied, Blob, Layout, split, whole_block
+from farcast.delta.coding import decode_sparse
+from farcast.delta.conditioned import CODES, FIELDS, Parameters, field_of
+from farcast.delta.container import read_container
+from farcast.delta.identity import tensor_digest
+from farcast.delta.writing import write_delta
 from farcast.errors import FormatError, IntegrityError
 from farcast.types import TensorEntry
-
-DENSE = 8
-"""Where a change takes over an eighth of the raw tensor, the other codings are tried too."""
-
-SMALL_WORDS = 1 << 16
-"""A target of fewer words in all is coded in planes: the kernels, whose import takes most of a
-second, would save less than a packet."""
 
 
 @dataclass(frozen=True)
@@ -90,122 +54,18 @@ def encode_bits(
     *,
     base_entries: Mapping[str, TensorEntry] | None = None,
     target_entries: Mapping[str, TensorEntry] | None = None,
+    threads: int = 1,
+    shards: int = 1,
 ) -> EncodedDelta:
     """The change from `base` to `target`; an empty base gives an anchor.
 
     `base_entries` are the known identities of the base, so that unchanged tensors are not
     hashed again; `target_entries` those of the target, where the caller has hashed it already.
+    The bytes don't depend on `threads`. With `shards` every tensor whose rows divide by it can be
+    read in as many ranges of rows, for a few more bytes.
     """
-    writer = _Writer(base, target)
-    entries: dict[str, TensorEntry] = {}
-    for name in sorted(target, key=str.encode):
-        body = writer.add(name)
-        known = (target_entries or {}).get(name)
-        if known is None and body is None:
-            known = (base_entries or {}).get(name)
-        entries[name] = known if known is not None else entry_of(target[name])
-        if body is not None:
-            writer.digests.append(entries[name].digest)
-    elements = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
-    data = writer.finish()
-    return EncodedDelta(data, entries, sum(row.changed for row in writer.rows), elements)
-
-
-class Body(NamedTuple):
-    """How one tensor is coded: the bytes of its blob and what the header says of them."""
-
-    coding: Literal["conditioned", "planes", "full"]
-    changed: int
-    blob: bytes
-    table: int = 0
-
-
-class _Writer:
-    """One container in the making. Tensors are added in the order of their names; what a table
-    of parameters saves depends on those before it, so the order is part of the result."""
-
-    def __init__(self, base: Mapping[str, TensorBits], target: Mapping[str, TensorBits]) -> None:
-        self._base, self._target = base, target
-        self._ranges: dict[str, tuple[int, int]] = {}
-        self._tables: list[tuple[str, Parameters]] = []
-        self._scratch: Scratch | None = None
-        words = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
-        self._small = words < SMALL_WORDS
-        self.rows: list[Row] = []
-        self.digests: list[str] = []
-        self._blobs: list[bytes] = []
-
-    def add(self, name: str) -> Body | None:
-        """Code one tensor; None when it did not change."""
-        new, old = self._target[name], self._base.get(name)
-        if old is None or old.dtype != new.dtype or old.shape != new.shape:
-            body: Body | None = _whole(new, new.data.size // word_bytes(new.dtype))
-        else:
-            body = self._change(old, new)
-        if body is not None:
-            row = Row(
-                name, new.dtype, new.shape, body.coding, body.table, body.changed, len(body.blob)
-            )
-            self.rows.append(row)
-            self._blobs.append(body.blob)
-        return body
-
-    def finish(self) -> bytes:
-        removed = tuple(sorted(set(self._base) - set(self._target), key=str.encode))
-        tables = tuple(parameters.pack() for _, parameters in self._tables)
-        return write_container(Header(removed, tables, tuple(self.rows)), self.digests, self._blobs)
-
-    def _change(self, old: TensorBits, new: TensorBits) -> Body | None:
-        if new.data.size == 0:
-            return None
-        if self._small:
-            body = _planes(old, new)
-            if not body.changed or len(body.blob) * DENSE <= new.data.size:
-                return body if body.changed else None
-            return min(body, _whole(new, body.changed), key=lambda body: len(body.blob))
-        first, last = self._range(new.dtype)
-        if self._scratch is None:
-            self._scratch = Scratch.of(conditioned.BLOCK_WORDS)
-        blocks = find_changes(old.data, new.data, new.dtype, first, last, self._scratch)
-        changed = sum(block.changed for block in blocks)
-        if changed == 0:
-            return None
-        table = self._table(new.dtype, Statistics(blocks, last - first + 1), first, last)
-        blob = write_blocks(blocks, self._tables[table][1], new.data.size)
-        bodies = [] if blob is None else [Body("conditioned", changed, blob, table)]
-        if blob is None or len(blob) * DENSE > new.data.size:
-            bodies += [_planes(old, new), _whole(new, changed)]
-        return min(bodies, key=lambda body: len(body.blob))
-
-    def _range(self, dtype: str) -> tuple[int, int]:
-        if dtype not in self._ranges:
-            same = (bits for bits in self._base.values() if bits.dtype == dtype)
-            self._ranges[dtype] = class_range(dtype, [words_of(bits) for bits in same])
-        return self._ranges[dtype]
-
-    def _table(self, dtype: str, statistics: Statistics, first: int, last: int) -> int:
-        own = statistics.best(first, last)
-        costs = [
-            statistics.bits(parameters) if kind == dtype else sys.maxsize
-            for kind, parameters in self._tables
-        ]
-        least = min(range(len(costs)), key=costs.__getitem__, default=-1)
-        saved = costs[least] - statistics.bits(own) if least >= 0 else sys.maxsize
-        if saved <= 8 * own.nbytes or (least >= 0 and len(costs) == MAX_TABLES):
-            return least
-        self._tables.append((dtype, own))
-        return len(self._tables) - 1
-
-
-def _planes(old: TensorBits, new: TensorBits) -> Body:
-    width = word_bytes(new.dtype)
-    positions = changed_positions(old.data, new.data, width)
-    return Body("planes", positions.size, encode_sparse(old.data, new.data, positions, width))
-
-
-def _whole(new: TensorBits, changed: int) -> Body:
-    blob = encode_full(new.data, word_bytes(new.dtype), signed=new.dtype in FIELDS)
-    return Body("full", changed, blob)
+    known = (base_entries or {}, target_entries or {})
+    return EncodedDelta(*write_delta(base, target, *known, threads=threads, shards=shards))
 
 
 class Patch:
@@ -239,37 +99,91 @@ class Patch:
         """Turn the base bits in `buffer` (uint8, contiguous) into the new bits, in place.
 
         Returns the number of changed words. With `verify` the result's digest is compared;
-        `IntegrityError` means that the buffer held another base: its content is then lost.
+        `IntegrityError` means that the buffer held another base. After any error the buffer
+        holds what it held before.
         """
+        return self.change(name, buffer, verify=verify).changed
+
+    def change(self, name: str, buffer: Bytes, *, verify: bool = True) -> Applied:
+        """`apply_into`, and the way back: `undo()` gives the buffer its old bits again."""
         entry = self._entry(name)
         if buffer.size != nbytes_of(entry.dtype, entry.shape):
             raise FormatError(f"The buffer for {name[:80]!r} has a wrong size.")
-        row, (start, end) = self._rows[name], self._spans[name]
-        width = word_bytes(entry.dtype)
-        if row.coding == "full":
-            buffer[:] = self._whole(name, entry)
-        elif row.coding == "planes":
-            decode_sparse(self._data[start:end].data, buffer, entry.changed, width)
-        else:
-            table = self._tables[row.table]
-            read_blocks(self._data, start, end, buffer, entry.dtype, entry.changed, table)
+        applied = self._applied(name, entry, buffer)
         if verify:
-            self._check(name, TensorBits(entry.dtype, entry.shape, buffer))
-        return entry.changed
+            try:
+                self._check(name, TensorBits(entry.dtype, entry.shape, buffer))
+            except IntegrityError:
+                applied.undo()
+                raise
+        return applied
+
+    def change_rows(self, name: str, buffer: Bytes, start: int, stop: int) -> Applied:
+        """Turn rows `start <= row < stop` of a tensor, which `buffer` holds, into the new ones.
+
+        The range must be whole blocks: the writer's `shards` decides which are. The digest is of
+        the whole tensor, so the caller verifies the rows' bits where that matters.
+        """
+        entry, row = self._entry(name), self._rows[name]
+        rows = entry.shape[0] if entry.shape else 0
+        if not 0 <= start < stop <= rows or row.block == 0:
+            raise FormatError(f"The rows {start} to {stop} of {name[:80]!r} cannot be read apart.")
+        blob = self._blob(name, entry)
+        words = blob.layout.words // rows
+        first, left = divmod(start * words, row.block)
+        last, over = divmod(stop * words, row.block)
+        if left or (over and stop != rows):
+            raise FormatError(
+                f"The rows {start} to {stop} of {name[:80]!r} are not whole blocks; "
+                "write the delta with as many shards."
+            )
+        if buffer.size != (stop - start) * words * blob.layout.bits // 8:
+            raise FormatError(f"The buffer for rows of {name[:80]!r} has a wrong size.")
+        return blob.apply_range(first, last + (over > 0), buffer)
 
     def full(self, name: str) -> TensorBits:
         """A tensor that is whole in this patch, verified."""
         entry = self._entry(name)
         if entry.kind != "full":
             raise FormatError(f"The tensor {name[:80]!r} is not whole in this delta.")
-        bits = TensorBits(entry.dtype, entry.shape, self._whole(name, entry))
-        return self._check(name, bits)
+        data = np.empty(nbytes_of(entry.dtype, entry.shape), np.uint8)
+        self._fill(name, entry, data)
+        return self._check(name, TensorBits(entry.dtype, entry.shape, data))
 
-    def _whole(self, name: str, entry: PatchEntry) -> Bytes:
+    def _applied(self, name: str, entry: PatchEntry, buffer: Bytes) -> Applied:
+        width = word_bytes(entry.dtype)
         start, end = self._spans[name]
-        size, width = nbytes_of(entry.dtype, entry.shape), word_bytes(entry.dtype)
+        if entry.kind == "full":
+            applied = Applied(buffer, Layout.of(buffer.size, 8, max(1, buffer.size)))
+            if buffer.size:
+                data = np.empty_like(buffer)
+                self._fill(name, entry, data)
+                applied.overwrite(0, data, entry.changed)
+            return applied
+        if self._rows[name].coding == "planes":
+            applied = Applied(buffer, Layout.of(buffer.size, 8 * width))
+            blob = self._data[start:end].data
+            applied.add(*decode_sparse(blob, buffer.size // width, entry.changed, width))
+            return applied
+        return self._blob(name, entry).apply(buffer, entry.changed)
+
+    def _blob(self, name: str, entry: PatchEntry) -> Blob:
+        row, (start, end) = self._rows[name], self._spans[name]
+        coded = row.coding == "codes"
+        bits = 4 if coded else 8 * word_bytes(entry.dtype)
+        layout = Layout.of(nbytes_of(entry.dtype, entry.shape), bits, row.block)
+        spans = split(self._data, start, end, layout.count)
+        field = CODES if coded else field_of(entry.dtype)
+        return Blob(self._data, spans, layout, field, self._tables)
+
+    def _fill(self, name: str, entry: PatchEntry, data: Bytes) -> None:
+        if not data.size:
+            return
+        blob = self._blob(name, entry)
         signed = entry.dtype in FIELDS
-        return decode_full(self._data[start:end].data, size, width, signed=signed)
+        for index, (start, end) in enumerate(blob.spans):
+            part = whole_block(self._data[start:end], blob.layout, index, signed)
+            data[blob.layout.span(index)] = part
 
     def _entry(self, name: str) -> PatchEntry:
         entry = self.entries.get(name)

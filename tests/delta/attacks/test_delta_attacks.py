@@ -29,8 +29,8 @@ def change_row(field: int, value: object) -> bytes:
 
 def test_the_forge_makes_valid_files() -> None:
     blob = Bits().rice(2, 0)
-    blob.rice(3, 0).rice(1, 0).raw(0, 1)  # gap 3; a run of one difference of one, upwards
-    blob.rice(4, 0).rice(5, 0).raw(1, 1)  # gap 4; the run is over: a difference of 5 + 2, down
+    blob.rice(3, 0).rice(0, 0).raw(0, 1)  # gap 3, a difference of one, up
+    blob.rice(4, 0).rice(6, 0).raw(1, 1)  # gap 4, a difference of 7, down
     patch = Patch.open(one_class(blob.bytes(), changed=2))
     buffer = np.full(100, 50, "<u2").view(np.uint8)
     assert patch.apply_into("w", buffer, verify=False) == 2
@@ -42,24 +42,24 @@ def test_the_forge_makes_valid_files() -> None:
 def test_a_position_at_the_end() -> None:
     """Case 025: index == numel."""
     refused_untouched(
-        one_class(Bits().rice(1, 0).rice(100, 0).rice(1, 0).raw(0, 1).bytes(), changed=1)
+        one_class(Bits().rice(1, 0).rice(100, 0).rice(0, 0).raw(0, 1).bytes(), changed=1)
     )
 
 
 def test_a_position_far_behind_the_end() -> None:
-    blob = Bits().rice(1, 0).rice(2**63, 0).rice(1, 0).raw(0, 1)
+    blob = Bits().rice(1, 0).rice(2**63, 0).rice(0, 0).raw(0, 1)
     refused_untouched(one_class(blob.bytes(), changed=1))
 
 
 def test_more_changes_than_the_header_says() -> None:
     blob = Bits().rice(2, 0)
     for _ in range(2):
-        blob.rice(0, 0).rice(1, 0).raw(0, 1)
+        blob.rice(0, 0).rice(0, 0).raw(0, 1)
     refused_untouched(one_class(blob.bytes(), changed=1))
 
 
 def test_fewer_changes_than_the_header_says() -> None:
-    blob = Bits().rice(1, 0).rice(0, 0).rice(1, 0).raw(0, 1)
+    blob = Bits().rice(1, 0).rice(0, 0).rice(0, 0).raw(0, 1)
     refused_untouched(one_class(blob.bytes(), changed=2))
 
 
@@ -68,7 +68,7 @@ def test_a_count_beyond_the_tensor() -> None:
 
 
 def test_a_block_that_ends_inside_a_number() -> None:
-    blob = Bits().rice(1, 0).rice(90, 0).rice(1, 0).raw(0, 1).bytes()
+    blob = Bits().rice(1, 0).rice(90, 0).rice(0, 0).raw(0, 1).bytes()
     refused_untouched(one_class(blob[:-1], changed=1))
 
 
@@ -77,12 +77,12 @@ def test_an_endless_unary_number() -> None:
 
 
 def test_bytes_after_the_last_number() -> None:
-    blob = Bits().rice(1, 0).rice(0, 0).rice(1, 0).raw(0, 1).bytes()
+    blob = Bits().rice(1, 0).rice(0, 0).rice(0, 0).raw(0, 1).bytes()
     refused_untouched(one_class(blob + b"\x00", changed=1))
 
 
 def test_padding_that_is_not_zero() -> None:
-    blob = bytearray(Bits().rice(1, 0).rice(0, 0).rice(1, 0).raw(0, 1).bytes())
+    blob = bytearray(Bits().rice(1, 0).rice(0, 0).rice(0, 0).raw(0, 1).bytes())
     blob[-1] |= 0x80
     refused_untouched(one_class(bytes(blob), changed=1))
 
@@ -173,9 +173,45 @@ def test_an_unknown_coding() -> None:
         Patch.open(change_row(3, "pickle"))
 
 
-def test_a_table_that_is_not_there() -> None:
+def rekinded(kind: int) -> bytes:
+    """A valid container whose last block, the only byte of its third, says another kind."""
+    body = bytearray(valid()[:-32])
+    patch = Patch.open(valid())
+    blob = patch._spans["w"][0]
+    first, second = np.frombuffer(bytes(body[blob : blob + 8]), "<u4").tolist()
+    body[blob + 8 + first + second] = kind
+    return sealed(bytes(body))
+
+
+@pytest.mark.parametrize("kind", [7, 239, 240, 251, 252, 253, 254, 255])
+def test_a_table_that_is_not_there_and_kinds_that_do_not_fit(kind: int) -> None:
+    """What earlier blocks wrote before the bad one was met is taken back."""
+    buffer = base_bits().data.copy()
     with pytest.raises(FormatError):
-        Patch.open(change_row(4, 7))
+        Patch.open(rekinded(kind)).apply_into("w", buffer)
+    assert buffer.tobytes() == base_bits().data.tobytes()
+
+
+@pytest.mark.parametrize("block", [0, -1, 1, 1 << 20, (1 << 20) + 1, 2**63])
+def test_blocks_of_another_size(block: int) -> None:
+    buffer = base_bits().data.copy()
+    with pytest.raises(FormatError):
+        Patch.open(change_row(4, block)).apply_into("w", buffer)
+    assert buffer.tobytes() == base_bits().data.tobytes()
+
+
+def test_codes_in_words_that_are_floats() -> None:
+    with pytest.raises(FormatError):
+        Patch.open(change_row(3, "codes"))
+
+
+def test_rows_that_are_not_whole_blocks() -> None:
+    patch = Patch.open(valid())
+    for start, stop in ((0, 129), (1, 128), (-128, 0), (128, 128), (0, 301), (256, 10**9)):
+        with pytest.raises(FormatError):
+            patch.change_rows("w", np.zeros(256, np.uint8), start, stop)
+    with pytest.raises(FormatError):
+        patch.change_rows("w", np.zeros(255, np.uint8), 0, 128)
 
 
 def test_more_changes_than_elements() -> None:
@@ -216,7 +252,15 @@ def test_a_million_empty_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    "table", [b"", b"\x00\x00", b"\x05\x04" + bytes(3), b"\x00\x00" + b"\x1f\x00\x00", bytes(8)]
+    "table",
+    [
+        b"",
+        b"\x00\x00",
+        b"\x05\x04" + bytes(3),
+        b"\x00\x00" + b"\x1f\x00\x00",
+        bytes(8),
+        bytes((0, 32)) + bytes(99),
+    ],
 )
 def test_malformed_tables(table: bytes) -> None:
     def change(header: list) -> None:

@@ -1,0 +1,339 @@
+"""From two mappings of tensors to the bytes of a container, on as many threads as asked. Pure.
+
+Blocks are surveyed and written in any order; tables of parameters are chosen in the order of
+names, because what one saves depends on those before it. So the bytes are the same for every
+number of threads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from farcast.delta.bits import TensorBits, Words, word_bytes, words_of
+from farcast.delta.blocks import (
+    SAME,
+    Layout,
+    Survey,
+    Tables,
+    block_cost,
+    join,
+    survey,
+    write_block,
+    write_whole,
+)
+from farcast.delta.coding import changed_positions, encode_sparse
+from farcast.delta.conditioned import CODES, FIELDS, Classes, classes_of, field_of
+from farcast.delta.container import PACKED, Header, Row, write_container
+from farcast.delta.identity import entry_of
+from farcast.types import TensorEntry
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+_Coding = Literal["blocks", "codes", "planes", "full"]
+
+SMALL_WORDS = 1 << 16
+"""A target of fewer words in all is coded in planes: the kernels, whose import takes most of a
+second, would save less than a packet."""
+
+UNIT_BYTES = 1 << 22
+"""Raw bytes that one task looks at: far more than handing it over costs, while what it holds
+until its turn comes is at most six times that."""
+
+POOLED_CHANGES = 1 << 20
+"""Changes that a common table is fitted to: what they take in memory is 24 MiB."""
+
+MOST_PIECES = 256
+"""Ways tried to cut a shard into equal blocks of an even number of words."""
+
+AHEAD = 2
+"""Tasks a thread that may wait for their turn."""
+
+
+class Written(NamedTuple):
+    """The container, entries of the whole target, words that changed, words there are."""
+
+    data: bytes
+    entries: dict[str, TensorEntry]
+    changed: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor to look at; `old` is None where it is coded whole."""
+
+    name: str
+    new: TensorBits
+    old: TensorBits | None
+    coding: _Coding
+    layout: Layout
+    classes: Classes
+
+
+class _Part(NamedTuple):
+    """One block, and what a task found in it; None where the tensor is coded whole."""
+
+    tensor: _Tensor
+    block: int
+    found: Survey | None
+
+
+@dataclass
+class _Body:
+    """A tensor as it is coded: its blocks, or what is on its way to be one."""
+
+    name: str
+    coding: _Coding
+    block: int
+    changed: int = 0
+    blocks: "list[bytes | Future[bytes]]" = field(default_factory=list)
+
+    def blob(self) -> bytes:
+        done = [part.result() if isinstance(part, Future) else part for part in self.blocks]
+        return done[0] if self.coding == "planes" else join(done)
+
+
+def write_delta(
+    base: Mapping[str, TensorBits],
+    target: Mapping[str, TensorBits],
+    base_entries: Mapping[str, TensorEntry],
+    target_entries: Mapping[str, TensorEntry],
+    *,
+    threads: int,
+    shards: int,
+) -> Written:
+    """See `encode_bits`."""
+    names = sorted(target, key=str.encode)
+    writer = _Writer(base, target, shards)
+    with _Crew(threads) as crew:
+        found = writer.bodies(names, crew)
+        bodies = {body.name: body for body in found if body.changed or body.coding == "full"}
+        entries = dict(target_entries)
+        for name in names:
+            if name not in bodies and name in base_entries:
+                entries.setdefault(name, base_entries[name])
+        unknown = [name for name in names if name not in entries]
+        hashed = crew.each(lambda name: entry_of(target[name]), unknown)
+        entries.update(zip(unknown, hashed, strict=True))
+        blobs = [writer.smallest(body) for body in bodies.values()]
+    rows = tuple(
+        Row(name, target[name].dtype, target[name].shape, body.coding, body.block, body.changed, n)
+        for (name, body), n in zip(bodies.items(), map(len, blobs), strict=True)
+    )
+    removed = tuple(sorted(set(base) - set(target), key=str.encode))
+    header = Header(removed, writer.tables.packed(), rows)
+    data = write_container(header, [entries[name].digest for name in bodies], blobs)
+    elements = sum(map(writer.elements, names))
+    changed = sum(map(writer.changed, bodies.values()))
+    return Written(data, {name: entries[name] for name in names}, changed, elements)
+
+
+class _Writer:
+    """What one container has in common: classes of each dtype, tables of parameters."""
+
+    def __init__(
+        self, base: Mapping[str, TensorBits], target: Mapping[str, TensorBits], shards: int
+    ) -> None:
+        self._base, self._target, self._shards = base, target, shards
+        self._classes: dict[str, Classes] = {}
+        self.tables = Tables()
+        words = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
+        self._small = words < SMALL_WORDS
+
+    def bodies(self, names: list[str], crew: "_Crew") -> "list[_Body]":
+        """Every tensor, coded; those that did not change have no blocks."""
+        bodies: dict[str, _Body] = {}
+        large = []
+        for name in names:
+            tensor = self._tensor(name)
+            block = tensor.layout.block if tensor.new.data.size else 0
+            bodies[name] = _Body(name, tensor.coding, block)
+            if tensor.coding == "planes":
+                self._code_small(tensor, bodies[name])
+            else:
+                large.append(tensor)
+        for part in self._with_tables(crew.each(_look, _units(large))):
+            self._code(part, bodies[part.tensor.name], crew)
+        return list(bodies.values())
+
+    def _with_tables(self, looked: "Iterator[list[_Part]]") -> "Iterator[_Part]":
+        """The parts, after a common table was made of the first of each kind."""
+        first: list[_Part] = []
+        events = 0
+        for parts in looked:
+            first += parts
+            events += sum(part.found.changed for part in parts if part.found is not None)
+            if events > POOLED_CHANGES:
+                break
+        kinds: dict[Classes, list[Survey]] = {}
+        for part in first:
+            if part.found is not None and part.found.changed:
+                kinds.setdefault(part.tensor.classes, []).append(part.found)
+        for classes, blocks in kinds.items():
+            self.tables.add_common(blocks, classes)
+        yield from first
+        for parts in looked:
+            yield from parts
+
+    def smallest(self, body: _Body) -> bytes:
+        """The blob of a tensor; where its change takes over half of it, it may be coded whole."""
+        blob, new = body.blob(), self._target[body.name]
+        if body.coding == "full" or 2 * len(blob) <= new.data.size:
+            return blob
+        layout = self._layout(new, 8 * word_bytes(new.dtype))
+        signed = new.dtype in FIELDS
+        whole = join([write_whole(new.data, layout, i, signed) for i in range(layout.count)])
+        if len(whole) >= len(blob):
+            return blob
+        body.coding, body.block = "full", layout.block
+        body.changed = self._moved(body.name)
+        return whole
+
+    def elements(self, name: str) -> int:
+        """Elements of a tensor: words, or both codes of each byte of F4."""
+        bits = self._target[name]
+        return bits.data.size // word_bytes(bits.dtype) * (2 if bits.dtype == "F4" else 1)
+
+    def changed(self, body: _Body) -> int:
+        """Elements that changed. Codes packed into integers count as the integers they are in."""
+        if body.coding == "codes" and self._target[body.name].dtype != "F4":
+            return self._moved(body.name)
+        return body.changed
+
+    def _moved(self, name: str) -> int:
+        new, old = words_of(self._target[name]), words_of(self._base[name])
+        return int(np.count_nonzero(new != old))
+
+    def _code_small(self, tensor: _Tensor, body: _Body) -> None:
+        new, old = tensor.new, tensor.old
+        width = word_bytes(new.dtype)
+        if old is not None and new.data.size:
+            places = changed_positions(old.data, new.data, width)
+            body.block, body.changed = 0, places.size
+            body.blocks.append(encode_sparse(old.data, new.data, places, width))
+
+    def _code(self, part: _Part, body: _Body, crew: "_Crew") -> None:
+        tensor, index, found = part
+        new = tensor.new.data
+        if found is None or tensor.old is None:
+            lo, hi = tensor.layout.bounds(index)
+            body.changed += hi - lo
+            signed = tensor.new.dtype in FIELDS
+            body.blocks.append(crew.start(write_whole, new, tensor.layout, index, signed))
+            return
+        if not found.changed:
+            body.blocks.append(bytes((SAME,)))
+            return
+        body.changed += found.changed
+        table = self.tables.choose(found, tensor.classes)
+        rows = self.tables.rows(table)
+        where = (tensor.old.data, new, tensor.layout, index, tensor.classes)
+        body.blocks.append(crew.start(write_block, found, table, rows, *where))
+
+    def _tensor(self, name: str) -> _Tensor:
+        new, old = self._target[name], self._base.get(name)
+        if old is not None and (old.dtype, old.shape) != (new.dtype, new.shape):
+            old = None
+        layout = self._layout(new, 8 * word_bytes(new.dtype))
+        if old is None:
+            return _Tensor(name, new, None, "full", layout, self._classes_of(new.dtype))
+        if self._small:
+            return _Tensor(name, new, old, "planes", layout, self._classes_of(new.dtype))
+        plain = _Tensor(name, new, old, "blocks", layout, self._classes_of(new.dtype))
+        if new.dtype not in PACKED or not new.data.size:
+            return plain
+        layout = self._layout(new, 4)
+        coded = _Tensor(name, new, old, "codes", layout, Classes(CODES, 0, CODES.mask))
+        return coded if new.dtype == "F4" else min((plain, coded), key=_first_cost)
+
+    def _layout(self, bits: TensorBits, width: int) -> Layout:
+        """Blocks of the usual size, or such that a shard of rows is whole blocks."""
+        layout = Layout.of(bits.data.size, width)
+        rows = bits.shape[0] if bits.shape else 1
+        if self._shards == 1 or rows % self._shards or not layout.words:
+            return layout
+        share = layout.words // self._shards
+        least = -(-share // layout.block)
+        for pieces in range(least, least + MOST_PIECES):
+            if share % (2 * pieces) == 0:
+                return Layout.of(bits.data.size, width, share // pieces)
+        return layout
+
+    def _classes_of(self, dtype: str) -> Classes:
+        if dtype not in self._classes:
+            same: list[Words] = [words_of(b) for b in self._base.values() if b.dtype == dtype]
+            self._classes[dtype] = classes_of(field_of(dtype), same)
+        return self._classes[dtype]
+
+
+def _first_cost(tensor: _Tensor) -> int:
+    """Bits of the first block that changed: a guess at which words the tensor's bytes are."""
+    for index in range(tensor.layout.count):
+        part = _looked(tensor, index)
+        if part.found is not None and part.found.changed:
+            return block_cost(part.found)
+    return 0
+
+
+def _units(tensors: Iterable[_Tensor]) -> "Iterator[list[tuple[_Tensor, int]]]":
+    """Blocks in order, in tasks of about `UNIT_BYTES`."""
+    unit: list[tuple[_Tensor, int]] = []
+    size = 0
+    for tensor in tensors:
+        for index in range(tensor.layout.count):
+            span = tensor.layout.span(index)
+            unit.append((tensor, index))
+            size += span.stop - span.start
+            if size >= UNIT_BYTES:
+                yield unit
+                unit, size = [], 0
+    if unit:
+        yield unit
+
+
+def _look(unit: list[tuple[_Tensor, int]]) -> list[_Part]:
+    return [_looked(tensor, index) for tensor, index in unit]
+
+
+def _looked(tensor: _Tensor, index: int) -> _Part:
+    if tensor.old is None:
+        return _Part(tensor, index, None)
+    found = survey(tensor.old.data, tensor.new.data, tensor.layout, index, tensor.classes)
+    return _Part(tensor, index, found)
+
+
+class _Crew:
+    """Threads that work in order; with one, the caller does the work itself."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._ahead = AHEAD * threads
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def each(self, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+        """`map`, with as many results waiting as memory is meant for."""
+        if self._pool is None:
+            yield from map(work, items)
+            return
+        waiting: deque[Future[_Out]] = deque()
+        for item in items:
+            waiting.append(self._pool.submit(work, item))
+            if len(waiting) > self._ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def start(self, work: Callable[..., bytes], *arguments: object) -> "bytes | Future[bytes]":
+        if self._pool is None:
+            return work(*arguments)
+        return self._pool.submit(work, *arguments)
