@@ -4,9 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +15,8 @@ import numpy as np
 from farcast.delta import TensorBits, words_of
 from farcast.engines.http_client import HttpClient
 from farcast.engines.live_engine import EngineTarget
-from farcast.engines.vllm_engine import LAUNCH_ENVIRONMENT, VllmEngine, launch_arguments
+from farcast.engines.vllm_engine import VllmEngine
+from farcast.engines.vllm_process import ONE_THREAD, VllmProcess
 from farcast.publish import Publisher
 from farcast.replica import CheckpointDirectory, Subscriber
 from farcast.replica.layout import read_layout
@@ -63,8 +61,6 @@ class Server:
     """vLLM's own server on loopback."""
 
     address: str
-    process: subprocess.Popen[bytes]
-    log: Path
 
     @classmethod
     @contextlib.contextmanager
@@ -72,63 +68,22 @@ class Server:
         cls, model: Path, log: Path, *arguments: str, faults: bool = False
     ) -> Iterator["Server"]:
         """`faults` loads the worker extension of `vllm_faults`."""
-        (port,) = free_ports(1)
-        launch = list(launch_arguments())
-        if faults:
-            launch[-1] = "vllm_faults.FaultyWorker"
-        command = [
-            *(str(environment_python()), "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", "m"),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", "bfloat16", "--enforce-eager"),
-            *("--max-model-len", "1024", "--max-num-seqs", "8", "--enable-scale-out"),
-            *launch,
-            *arguments,
-        ]
+        python = environment_python()
+        assert python is not None
+        launch = ["--served-model-name", "m", "--dtype", "bfloat16", "--enforce-eager"]
+        launch += ["--max-model-len", "1024", "--max-num-seqs", "8", "--enable-scale-out"]
+        launch += ["--worker-extension-cls", "vllm_faults.FaultyWorker"] if faults else []
         environment = {
-            **os.environ,
-            **LAUNCH_ENVIRONMENT,
+            **ONE_THREAD,
             "PYTHONPATH": str(Path(__file__).parent),
-            # One thread that is bound to no core: bound ones spin against the other processes.
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=out, start_new_session=True
-            )
-        server = cls(f"http://127.0.0.1:{port}", process, log)
-        try:
-            server._wait()
-            yield server
-        finally:
-            server._stop()
-
-    def _wait(self, seconds: float = 400.0) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if self.process.poll() is not None:
-                break
-            with contextlib.suppress(OSError), urlopen(f"{self.address}/health", timeout=5):
-                return
-            time.sleep(0.5)
-        tail = self.log.read_text(errors="replace")[-3000:]
-        raise RuntimeError(f"vLLM did not start: {tail}")
-
-    def _stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        (port,) = free_ports(1)
+        with VllmProcess.started(
+            python, model, port, log=log, arguments=[*launch, *arguments], environment=environment
+        ) as process:
+            yield cls(process.address)
 
     def post(self, path: str, body: Any) -> Any:
         data = json.dumps(body).encode()

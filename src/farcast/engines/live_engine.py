@@ -42,7 +42,6 @@ from farcast.errors import (
 from farcast.replica import Draft, Goal, Place, Target, files
 from farcast.replica.layout import Layout, read_layout
 from farcast.replica.live import check_fit
-from farcast.replica.words import Positions
 from farcast.types import TensorEntry, VersionRef
 
 Caches = Literal["salted", "dropped"]
@@ -52,7 +51,7 @@ its version (the sidecar adds it), or the engine drops all of them at each commi
 SAMPLE_BYTES = 1 << 22
 """Read back in each commit's pause beside the written words: a few milliseconds."""
 
-_COMPARED = 1 << 22
+_COMPARED = 1 << 20
 """Words compared at a time while staging."""
 
 _log = logging.getLogger(__name__)
@@ -66,6 +65,8 @@ class EngineTarget(Target):
     bytes of them, rotating; None takes all, so that the root is recomputed in each pause.
     `verify()` recomputes it at any time, while the engine serves.
     """
+
+    gives_copies = True
 
     def __init__(
         self,
@@ -339,13 +340,21 @@ class _EngineDraft(Draft):
 
     def _add(self, name: str, bits: TensorBits) -> None:
         new = words_of(bits)
-        old = words_of(self._target.read(name))
-        positions = _differing(new, old)
         self._parts[name] = self._target._parts(name, new, self.goal.entries[name])
-        if positions.size:
-            narrow: Words = positions.astype(np.uint32 if new.size <= 1 << 32 else np.uint64)
-            change = Change(name, new.size, narrow, new[positions], old[positions])
+        change = self._change(name, new)
+        if change.positions.size:
             self._changes.append(change)
+
+    def _change(self, name: str, new: Words) -> Change:
+        """Compared with the mirror in pieces, so that the tensor is in memory only once."""
+        kind = np.uint32 if new.size <= 1 << 32 else np.uint64
+        positions, old_words = [np.empty(0, kind)], [new[:0]]
+        for start, old in self._target._mirror.pieces(name, _COMPARED):
+            found = np.flatnonzero(new[start : start + old.size] != old)
+            positions.append((found + start).astype(kind))
+            old_words.append(old[found])
+        where: Words = np.concatenate(positions)
+        return Change(name, new.size, where, new[where], np.concatenate(old_words))
 
     def _seal(self) -> None:
         self._changes.sort(key=lambda change: change.name)
@@ -405,15 +414,6 @@ class _EngineDraft(Draft):
                 self._target._engine.drop(self._label)
             except EngineError as error:
                 _log.warning("The engine may keep words of %s: %s", self.goal.ref, error)
-
-
-def _differing(new: Words, old: Words) -> Positions:
-    """Where the words differ, ascending; compared in pieces, so that it takes little memory."""
-    found = [
-        np.flatnonzero(new[start : start + _COMPARED] != old[start : start + _COMPARED]) + start
-        for start in range(0, new.size, _COMPARED)
-    ]
-    return np.concatenate(found) if found else np.empty(0, np.intp)
 
 
 def _digest(words: Words) -> str:

@@ -7,12 +7,12 @@ what it gives is verified where it is used (a wrong base yields a wrong digest).
 Read with `pread`, never mapped: a file that shrinks gives an error, not a signal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from farcast.delta import TensorBits, nbytes_of, words_of
+from farcast.delta import TensorBits, nbytes_of, word_bytes, words_of
 from farcast.errors import TargetError
 from farcast.replica import Place, files
 from farcast.replica.words import Positions, Words
@@ -49,13 +49,23 @@ class Mirror:
 
     def read(self, name: str) -> TensorBits:
         """A copy of the tensor's bits."""
-        place = self._places.get(name)
-        if place is None:
-            raise TargetError(f"The engine's model has no tensor {name[:80]!r}.")
+        place = self._place(name)
         size = nbytes_of(place.dtype, place.shape)
         with files.translated(self._path), files.opened(self._path) as file:
             data = files.read_at(file, self._starts[name], size, self._path)
         return TensorBits(place.dtype, place.shape, np.frombuffer(data, np.uint8))
+
+    def pieces(self, name: str, count: int) -> Iterator[tuple[int, Words]]:
+        """The tensor's words, `count` at a time, each piece with where it begins."""
+        place = self._place(name)
+        width = word_bytes(place.dtype)
+        size = nbytes_of(place.dtype, place.shape)
+        with files.translated(self._path), files.opened(self._path) as file:
+            for at in range(0, size, count * width):
+                length = min(count * width, size - at)
+                data = files.read_at(file, self._starts[name] + at, length, self._path)
+                words: Words = np.frombuffer(data, f"<u{width}")
+                yield at // width, words
 
     def write(self, name: str, positions: Positions | Words, words: Words) -> None:
         """Change some words of a tensor."""
@@ -63,3 +73,9 @@ class Mirror:
         words_of(bits)[positions] = words
         with files.translated(self._path), files.writable(self._path) as file:
             files.write_at(file, bits.data.data, self._starts[name])
+
+    def _place(self, name: str) -> Place:
+        place = self._places.get(name)
+        if place is None:
+            raise TargetError(f"The engine's model has no tensor {name[:80]!r}.")
+        return place

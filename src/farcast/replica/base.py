@@ -159,9 +159,13 @@ class Target(abc.ABC):
         """All tensors of `ref`; empty if that is None."""
         return self._entries
 
+    gives_copies: bool = False
+    """What `read` returns is the caller's own, to be written into."""
+
     @abc.abstractmethod
     def read(self, name: str) -> TensorBits:
-        """The present bits of a tensor. A view where possible: not to be written into."""
+        """The present bits of a tensor. A view where possible: not to be written into, unless
+        the target `gives_copies`."""
 
     def holds(self, name: str) -> bool:
         """Whether `read(name)` has an answer. A version may have tensors that a target was told

@@ -48,6 +48,8 @@ class CheckpointDirectory(Target):
     only the delta is fetched.
     """
 
+    gives_copies = True
+
     def __init__(
         self,
         path: str | Path,

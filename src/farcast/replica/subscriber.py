@@ -307,7 +307,7 @@ class Subscriber:
         for name, size in sizes.items():
             base = self._target.read(name) if from_base and self._target.holds(name) else None
             try:
-                made = chain.finish(name, base)
+                made = chain.finish(name, base, owned=self._target.gives_copies)
             except IntegrityError:
                 self._blame(name)
                 raise
