@@ -50,6 +50,7 @@ class Resident:
         self._model = model
         self._member = member
         self._trace: Trace | None = None
+        self.places: Mapping[str, Place] = {}
         self._addresses: list[int] = []
         self._label = self._label_before = UNKNOWN
         self._staged: _Staged | None = None
@@ -67,6 +68,7 @@ class Resident:
         self._join()
         self._staged = self._written = None
         found = trace(self._model, places, dtypes)
+        self.places = dict(places)
         self._trace = found
         self._addresses = [memory.data_ptr() for memory in found.memories]
         return MemberLayout(self._member, found.blocks, found.opaque, found.skipped)
