@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from farcast.cli import options
+from farcast.cli.bench_serve import serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +22,8 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
     help="Measure codings of versions, on your own training run too.",
 )
+
+bench.command()(serve)
 
 Data = Annotated[
     Path,

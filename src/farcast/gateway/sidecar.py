@@ -50,7 +50,7 @@ RETRY_DOWN = 5
 _PASSED_ON = ("X-Request-Id", "traceparent")
 
 
-_EXPECTED = (NotAdmittedError, IntegrityError, TimeoutError, UnreachableError, *Failure)
+_EXPECTED = (NotAdmittedError, IntegrityError, UnreachableError, *Failure)
 
 
 class _Said(NamedTuple):
@@ -156,17 +156,13 @@ class Sidecar:
     async def _generate(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         fields = split(await read_body(request))
         constraint = constraint_of(fields.pop(FIELD, None), request.headers.get(HEADER))
-        scope = asyncio.timeout(None)
-
-        def cut() -> None:
-            self._loop.call_soon_threadsafe(scope.reschedule, 0.0)
-
-        visit = _Visit(self._gate, self._hold)
+        visit = _Visit(self._gate, self._hold, self._loop)
         try:
-            async with scope:
-                ticket = await visit.enter(constraint, crosses=route.tells_spans, cut=cut)
-                return await self._serve(request, route, fields, visit, ticket)
-        except _EXPECTED as error:
+            ticket = await visit.enter(constraint, crosses=route.tells_spans)
+            return await self._serve(request, route, fields, visit, ticket)
+        except (*_EXPECTED, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not visit.was_cut():
+                raise  # the client has left
             refused = self._refusal(error)
             if visit.response is None:
                 raise refused from error
@@ -268,7 +264,7 @@ class Sidecar:
         """What a client is told; an engine that did not behave is looked at again."""
         if isinstance(error, NotAdmittedError):
             return _not_admitted(error)
-        if isinstance(error, TimeoutError):
+        if isinstance(error, asyncio.CancelledError):
             return Refused(
                 503,
                 "CutOff",
@@ -301,25 +297,44 @@ class Sidecar:
 class _Visit:
     """One request's way through the gate, whatever ends it."""
 
-    __slots__ = ("_gate", "_hold", "_ticket", "response")
+    __slots__ = ("_cut", "_gate", "_hold", "_loop", "_task", "_ticket", "response")
 
-    def __init__(self, gate: AdmissionGate, hold: Callable[[float], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        gate: AdmissionGate,
+        hold: Callable[[float], Awaitable[bool]],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self._gate = gate
         self._hold = hold
+        self._loop = loop
+        self._task = asyncio.current_task(loop)
+        self._cut = False
         self._ticket: Ticket | None = None
         self.response: web.StreamResponse | None = None
         """Set once its status has gone out."""
 
-    async def enter(
-        self, constraint: Constraint, *, crosses: bool, cut: Callable[[], None]
-    ) -> Ticket:
+    def cut(self) -> None:
+        """End the request; from any thread."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._ticket is not None and self._task is not None and not self._cut:
+            self._cut = True
+            self._task.cancel()
+
+    def was_cut(self) -> bool:
+        """Whether it was `cut` that cancelled the request; then it goes on to say so."""
+        return self._cut and self._task is not None and self._task.uncancel() == 0
+
+    async def enter(self, constraint: Constraint, *, crosses: bool) -> Ticket:
         since = 0.0
         while True:
-            ticket = self._gate.enter(constraint, crosses=crosses, cut=cut)
+            ticket = self._gate.enter(constraint, crosses=crosses, cut=self.cut)
             if ticket is not None:
                 self._ticket = ticket
                 return ticket
-            since = since or asyncio.get_running_loop().time()
+            since = since or self._loop.time()
             if not await self._hold(since):
                 raise NotAdmittedError(
                     "A new version is about to go live and takes its time; try again.", "full"
@@ -327,7 +342,7 @@ class _Visit:
 
     async def leave(self, ticket: Ticket, reported: Reported) -> Provenance | None:
         """Who wrote the answer; None if its first version wrote all of it."""
-        since = asyncio.get_running_loop().time()
+        since = self._loop.time()
         while ticket.crosses and self._gate.phase == "committing":
             if not await self._hold(since):
                 break

@@ -4,8 +4,7 @@ What it raises says whether anything was answered: `UnreachableError` if not.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Mapping
 
 import aiohttp
 from yarl import URL
@@ -42,25 +41,25 @@ class Upstream:
     async def close(self) -> None:
         await self._session.close()
 
-    @asynccontextmanager
-    async def ask(
+    def ask(
         self, method: str, url: URL, body: bytes | None, headers: Mapping[str, str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer's head; its body is read from it. Leaving early closes the connection, which
-        is how an engine learns that nobody waits any more."""
+    ) -> "_Asked":
+        """Entered, an answer's head; its body is read from it. Leaving early closes the
+        connection, which is how an engine learns that nobody waits any more."""
+        return _Asked(self._ask(method, url, body, headers))
+
+    async def _ask(
+        self, method: str, url: URL, body: bytes | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
         try:
-            response = await self._session.request(
+            return await self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             )
         except aiohttp.ServerDisconnectedError:
             # The server closed an idle connection while we wrote into it: nothing was begun.
-            response = await self._again(method, url, body, headers)
+            return await self._again(method, url, body, headers)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnreachableError(type(error).__name__) from error
-        try:
-            yield response
-        finally:
-            response.release() if response.content.at_eof() else response.close()
 
     async def _again(
         self, method: str, url: URL, body: bytes | None, headers: Mapping[str, str]
@@ -72,6 +71,25 @@ class Upstream:
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnreachableError(type(error).__name__) from error
+
+
+class _Asked:
+    """An answer while somebody reads it."""
+
+    __slots__ = ("_asking", "_response")
+
+    def __init__(self, asking: Coroutine[None, None, aiohttp.ClientResponse]) -> None:
+        self._asking = asking
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        self._response = await self._asking
+        return self._response
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._response.content.at_eof():
+            self._response.release()
+        else:
+            self._response.close()
 
 
 def _connector(socket_path: str | None) -> aiohttp.BaseConnector:
