@@ -7,6 +7,7 @@ import typer
 
 from farcast.cli import options
 from farcast.cli.bench_serve import serve
+from farcast.cli.bench_staleness import staleness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ bench = typer.Typer(
 )
 
 bench.command()(serve)
+bench.command()(staleness)
 
 Data = Annotated[
     Path,

@@ -40,6 +40,8 @@ class UpdateReport(NamedTuple):
     loss: float
     kl: float
     clipped: float
+    entered: int
+    """Tokens in the last update's loss."""
     masked: int
     """Tokens that a rule kept out."""
     left_out: int
@@ -126,6 +128,7 @@ def _report(
         loss=sum(float(out.loss) for out in outputs),
         kl=sum(out.kl for out in outputs) / entered,
         clipped=sum(out.clipped for out in outputs) / entered,
+        entered=sum(out.tokens for out in outputs),
         masked=sum(out.masked for out in outputs),
         left_out=sum(out.left_out for out in outputs),
         tokens=sum(sum(member.loss_mask) for group in groups for member in group),
