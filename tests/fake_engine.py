@@ -40,12 +40,12 @@ def token_of(state: int) -> int:
     return state % 997
 
 
-def expected(prompt: Iterable[int], keys: Iterable[int]) -> list[int]:
-    """The tokens that weights `keys` (one for each token; the first for the prompt too) write."""
-    keys = list(keys)
-    state = 0
-    for token in prompt:
-        state = mix(state, token, keys[0])
+def expected(prompt: Iterable[int], keys: Iterable[int], cached: Iterable[int] = ()) -> list[int]:
+    """The tokens that weights `keys` write, one for each token. `cached` are the weights behind
+    the first tokens of the prompt; the rest of it is computed with the first of `keys`."""
+    keys, behind, state = list(keys), list(cached), 0
+    for place, token in enumerate(prompt):
+        state = mix(state, token, behind[place] if place < len(behind) else keys[0])
     tokens = [token_of(state)]
     for key in keys[1:]:
         state = mix(state, tokens[-1], key)

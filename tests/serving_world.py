@@ -56,7 +56,11 @@ def ask(
         connection.request(method, path, data, sent)
         response = connection.getresponse()
         found = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, found, response.read())
+        try:
+            data = response.read()
+        except http.client.IncompleteRead as error:  # hung up without the mark of the end
+            data, found["incomplete"] = error.partial, "yes"
+        return Answer(response.status, found, data)
     finally:
         connection.close()
 

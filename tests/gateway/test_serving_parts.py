@@ -162,11 +162,19 @@ def test_spans_of_a_commit_inside() -> None:
     assert headers["X-Farcast-Root-End"] == REFS[2].root
 
 
-def test_a_commit_before_the_first_token_or_after_the_last_is_not_inside() -> None:
-    for wrote in (REFS[1], REFS[2]):
-        reported = provenance.reported_spans(answer_of((label_of(wrote), 0, 8)))
-        said = provenance.crossed(REFS[1], REFS[2], reported, KNOWN)
-        assert said == provenance.single(wrote)
+def test_a_commit_after_the_last_token_is_not_inside() -> None:
+    reported = provenance.reported_spans(answer_of((label_of(REFS[1]), 0, 8)))
+    said = provenance.crossed(REFS[1], REFS[2], reported, KNOWN)
+    assert said == provenance.single(REFS[1])
+
+
+def test_a_commit_before_the_first_token_shows_in_the_start() -> None:
+    """It may have met prefixes of the version under which it was let in."""
+    reported = provenance.reported_spans(answer_of((label_of(REFS[2]), 0, 8)))
+    said = provenance.crossed(REFS[1], REFS[2], reported, KNOWN)
+    assert (said.start.version, said.end.version) == (1, 2)
+    assert said.spans is not None
+    assert [(s.start, s.end, s.version) for s in said.spans] == [(0, 8, 2)]
 
 
 def test_an_engine_that_can_not_tell_is_not_guessed_for() -> None:

@@ -6,6 +6,10 @@ Three cases, told apart by `spans`:
     one did, and the engine told        spans [...]  which tokens of which choice are of which
     one did, and the engine can't tell  spans null   only that the versions lie in start..end
 
+`start` is the version under which the request was let in, and whose cached prefixes it may have
+met. A request that waited inside the engine while a commit passed can be written by one version
+on a prefix of the one before: then the spans begin with a later version than `start`.
+
 The engine's word is checked: a label that names no version which this replica has served is an
 error, since then the weights are not what the gate thinks they are.
 """
@@ -98,12 +102,10 @@ def crossed(start: VersionRef, end: VersionRef, reported: Reported, known: Known
     first, last = At(start.version, start.root), At(end.version, end.root)
     if not spans:
         return Provenance(run_id=start.run_id, start=first, end=last, spans=None)
-    wrote = {At(span.version, span.root) for span in spans}
-    if len(wrote) == 1:  # all of it was written after the commit, or before
-        only = wrote.pop()
-        return Provenance(run_id=start.run_id, start=only, end=only)
-    order = sorted(wrote, key=lambda at: at.version)
-    return Provenance(run_id=start.run_id, start=order[0], end=order[-1], spans=spans)
+    last = At(spans[-1].version, spans[-1].root)
+    if all(span.root == start.root for span in spans):  # the commit came after the last token
+        return Provenance(run_id=start.run_id, start=first, end=first)
+    return Provenance(run_id=start.run_id, start=first, end=last, spans=spans)
 
 
 def check(reported: Reported, ref: VersionRef, known: Known) -> None:
