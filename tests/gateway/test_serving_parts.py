@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from farcast.engines.admission import Constraint
 from farcast.engines.http_engine import label_of
+from farcast.engines.plain_http import PlainEngine
+from farcast.engines.sglang_engine import SglangEngine
+from farcast.engines.vllm_engine import VllmEngine
 from farcast.errors import ConfigError, IntegrityError
 from farcast.fleet.records import ReplicaRecord
 from farcast.fleet.registry import Sighting
@@ -262,6 +265,9 @@ def test_no_route_that_changes_weights_or_runs_code_is_offered() -> None:
     for table in ROUTES.values():
         for method, path in table:
             assert not any(word in path for word in words), (method, path)
+    for engine in (VllmEngine, SglangEngine, PlainEngine):
+        for _, path in ROUTES[engine.name]:  # type: ignore[index]
+            assert not path.startswith(engine.guarded_routes)
 
 
 # --- choosing a replica ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ _ENGINE = "Before an engine"
 _HTTP = "Listener"
 
 Engine = Annotated[
-    Literal["vllm", "http"] | None,
+    Literal["vllm", "sglang", "http"] | None,
     typer.Option(
         "--engine",
         help="Stand before a running engine of this kind, instead of only keeping a folder.",

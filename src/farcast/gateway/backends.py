@@ -10,6 +10,7 @@ from farcast.engines.http_client import HttpClient
 from farcast.engines.http_engine import HttpEngine
 from farcast.engines.live_engine import EngineTarget
 from farcast.engines.plain_http import PlainEngine
+from farcast.engines.sglang_engine import SglangEngine
 from farcast.engines.vllm_engine import VllmEngine
 from farcast.errors import ConfigError
 from farcast.gateway.routes import EngineKind
@@ -51,7 +52,11 @@ def open_backend(
             caches="dropped" if caches == "flush" else "salted",
         )
         return Backend(kind, live, target, adopt=lambda: None)
-    reloading = PlainEngine(client)
+    reloading = (
+        SglangEngine(client, pause="in_place" if caches == "salt" else "retract")
+        if kind == "sglang"
+        else PlainEngine(client)
+    )
     folder = EngineFolder(reloading, model, drops_caches=caches == "flush")
     return Backend(kind, reloading, folder, adopt=folder.adopt)
 
