@@ -56,6 +56,22 @@ STORE_PATIENCE = 600.0
 """Seconds: the store is all that the two sides share, so without it there is nowhere to go."""
 
 
+class LoraConfig(_Frozen, frozen=True, kw_only=True):
+    """Adapters beside the linear layers whose name ends in one of `targets`."""
+
+    rank: Positive = 8
+    alpha: PositiveFloat = 16.0
+    targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+
+
 class TrainConfig(_Frozen, frozen=True, kw_only=True):
     """Trainer settings. `max_staleness` is in versions; `is_cap` truncates importance weights."""
 
@@ -72,6 +88,8 @@ class TrainConfig(_Frozen, frozen=True, kw_only=True):
     optimizer: OptimizerName = "adamw"
     """muon is for the matrices of hidden layers; everything else stays with AdamW."""
     muon_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
+    lora: LoraConfig | None = None
+    """Train adapters only, and publish them merged; None trains every weight."""
     learning_rate: PositiveFloat = 1e-5
     warmup_steps: NonNegative = 0
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9

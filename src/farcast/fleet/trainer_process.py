@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import asdict
 from transformers.utils.logging import disable_progress_bar
 
-from farcast.config import RunConfig, encode_config
+from farcast.config import RunConfig, TrainConfig, encode_config
 from farcast.engines.modules import load_module
 from farcast.errors import BrokenBatchError, RunMismatchError, UnknownVersionError
 from farcast.fleet.assets import put_assets
@@ -40,6 +40,7 @@ from farcast.store.archive import Archive
 from farcast.store.probe import probe_conditional_put
 from farcast.train.checkpoint import Checkpoints
 from farcast.train.loop import StepReport, Trainer
+from farcast.train.lora import add_lora
 from farcast.train.models import default_cache, prepare_model
 from farcast.train.policy import Policy, served_root
 from farcast.trajectory import GroupBatcher, TrajectoryReceiver
@@ -113,6 +114,11 @@ def _prepared(config: RunConfig, cache: Path | None) -> Path:
     disable_progress_bar()
     say(f"preparing the model {config.model}")
     return prepare_model(config.model, cache or default_cache(), say)
+
+
+def _module(folder: Path, config: TrainConfig) -> Any:
+    module = load_module(folder)
+    return module if config.lora is None else add_lora(module, config.lora, seed=config.seed)
 
 
 def _open_run(store: Store, config: RunConfig, *, resume: bool) -> None:

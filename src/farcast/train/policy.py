@@ -14,6 +14,7 @@ from farcast.config import TrainConfig
 from farcast.delta import entry_of, root_of, to_bits
 from farcast.errors import FormatError
 from farcast.formats import canonical_names, served_bf16
+from farcast.train.lora import has_lora, merged_tensors
 from farcast.train.optimizers import STATE_KEYS, Optimizer, hidden_matrices
 from farcast.train.packing import Pack
 from farcast.trajectory import Trajectory
@@ -23,15 +24,17 @@ MAX_REWARD = 1e15
 
 
 class Policy:
-    """`module` is changed in place by `step`; its parameters are the served values."""
+    """`module` is changed in place by `step`; its parameters are the served values. Parameters
+    that need no gradient keep their bits; adapters are served merged."""
 
     def __init__(self, module: Any, config: TrainConfig) -> None:
         self._module = module
         self._config = config
-        named = dict(module.named_parameters())
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._names = [canonical_names(named)[name] for name in named]
         self._params: list[torch.nn.Parameter] = list(named.values())
         self._buffers = _persistent_buffers(module)
+        self._adapted = has_lora(module)
         self._masters = [
             p.detach().to(torch.float32, copy=True).requires_grad_() for p in self._params
         ]
@@ -86,8 +89,11 @@ class Policy:
 
     def served(self) -> dict[str, torch.Tensor]:
         """The served tensors by canonical name, bf16; fresh copies where the module is wider."""
-        tensors = zip(self._names, self._params, strict=True)
-        served = {name: served_bf16(param) for name, param in tensors}
+        if self._adapted:
+            served = merged_tensors(self._module)
+        else:
+            tensors = zip(self._names, self._params, strict=True)
+            served = {name: served_bf16(param) for name, param in tensors}
         return served | {name: buffer.detach() for name, buffer in self._buffers.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
