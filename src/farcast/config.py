@@ -126,7 +126,7 @@ class LinkConfig(_Frozen, frozen=True, kw_only=True):
     """An emulated link: `rate` in bytes per second each way, `rtt` in seconds for a round trip."""
 
     rate: PositiveFloat
-    rtt: Annotated[float, msgspec.Meta(ge=0)]
+    rtt: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 _T = TypeVar("_T")
@@ -139,13 +139,25 @@ def parse_link(text: str) -> LinkConfig:
     """Read `100mbit,80ms`: bandwidth each way, then the round-trip time."""
     rate_text, _, delay_text = text.lower().replace(" ", "").partition(",")
     rate, delay = _RATE.fullmatch(rate_text), _DELAY.fullmatch(delay_text)
-    if rate is None or delay is None or not float(rate[1]) > 0 or not math.isfinite(float(rate[1])):
+    if rate is None or delay is None or not _is_link(rate, delay):
         raise ConfigError(
             f"The link {text[:60]!r} is not understood; "
-            "write bandwidth and round trip like 100mbit,80ms."
+            "write bandwidth and round trip like 100mbit,80ms (1kbit or more, an hour at most)."
         )
-    seconds = float(delay[1]) * (1e-3 if delay[2] == "ms" else 1.0)
-    return LinkConfig(rate=float(rate[1]) * _BITS[rate[2]] / 8, rtt=seconds)
+    return LinkConfig(rate=_bits(rate) / 8, rtt=_seconds(delay))
+
+
+def _is_link(rate: re.Match[str], delay: re.Match[str]) -> bool:
+    """Whether anything could go over it in a lifetime, and a clock could wait for it."""
+    return 1e3 <= _bits(rate) < math.inf and _seconds(delay) <= 3600
+
+
+def _bits(rate: re.Match[str]) -> float:
+    return float(rate[1]) * _BITS[rate[2]]
+
+
+def _seconds(delay: re.Match[str]) -> float:
+    return float(delay[1]) * (1e-3 if delay[2] == "ms" else 1.0)
 
 
 def decode_config(data: bytes, kind: type[_T]) -> _T:

@@ -36,6 +36,8 @@ Farcast = Callable[..., tuple[int, str, str]]
     [
         (["demo", "--model", "no/such/folder"], "There is no model 'no/such/folder'"),
         (["demo", "--model", "."], "holds no config.json"),
+        (["demo", "--link", "1mbit,99999999999s"], "an hour at most"),
+        (["demo", "--link", "0.0001kbit,1ms"], "1kbit or more"),
         (["demo", "--link", "fast"], "write bandwidth and round trip like 100mbit,80ms"),
         (["demo", "--resume", "--out", "nothing"], "There is no run to resume"),
         (["demo", "--resume"], "There is no run to resume"),

@@ -3,11 +3,18 @@
 import pytest
 from replica_world import World, held, weights
 
-from farcast.errors import ObjectNotFoundError, TargetChangedError, UnknownVersionError
-from farcast.lineage import version_key
+from farcast.errors import (
+    IntegrityError,
+    LimitError,
+    ObjectNotFoundError,
+    TargetChangedError,
+    UnknownVersionError,
+)
+from farcast.lineage import ObjectRef, object_key, version_key
 from farcast.replica import MemoryTarget, Progress, SyncStats
+from farcast.store.archive import Archive
 from farcast.store.testing import Fail, Rule, Stale
-from version_world import bits_of
+from version_world import RUN, bits_of
 
 
 def test_case_055_a_stale_answer_never_leads_back() -> None:
@@ -165,3 +172,43 @@ def prune(world: World, *, keep_from: int) -> None:
     for info in list(world.store.list("objects/")):
         if info.key not in needed:
             world.store.delete(info.key)
+
+
+def damage(world: World, objects: tuple[ObjectRef, ...], fault: bytes | None = None) -> None:
+    for ref in objects:
+        data = bytearray(world.store.get(object_key(ref), max_bytes=ref.size))
+        data[len(data) // 2] ^= 1
+        world.store.put(object_key(ref), bytes(data) if fault is None else fault)
+
+
+@pytest.mark.parametrize("fault", [None, b"", b"x" * 10_000_000], ids=["bit", "empty", "longer"])
+def test_a_damaged_delta_is_passed_by_an_anchor(fault: bytes | None) -> None:
+    """Without this a replica would wait for ever before it, while it serves an old version."""
+    world, target = World(anchor_every=4), MemoryTarget()
+    for _ in range(2):
+        world.publish()
+    subscriber = world.subscriber(target)
+    assert subscriber.sync() == world.refs[1]
+    world.publish()
+    (delta,) = Archive(world.store, RUN).manifest(2).deltas
+    damage(world, delta.objects, fault)
+    for _ in range(2):  # nothing leads past it yet
+        with pytest.raises((IntegrityError, LimitError)):
+            subscriber.sync()
+        assert subscriber.ref == world.refs[1]
+    for _ in range(2):
+        world.publish()
+    assert subscriber.sync() == world.refs[4]
+    assert held(target) == bits_of(weights(4))
+
+
+def test_a_damaged_anchor_is_passed_by_deltas() -> None:
+    world = World(anchor_every=2)
+    for _ in range(4):
+        world.publish()
+    anchor = Archive(world.store, RUN).manifest(2).anchor
+    assert anchor is not None
+    damage(world, anchor)
+    target = MemoryTarget()
+    assert world.subscriber(target).sync() == world.refs[3]
+    assert held(target) == bits_of(weights(3))

@@ -92,7 +92,12 @@ def _run(
         # A step taken again after a crash has a record of its own, so it needs a version of
         # its own, even if it comes to the same weights.
         Publisher(
-            store, config.run_id, anchor_every=config.train.anchor_every, repeats=False
+            store,
+            config.run_id,
+            anchor_every=config.train.anchor_every,
+            repeats=False,
+            # The weights are in the checkpoint: a damaged object costs a full copy, not the run.
+            reanchor=True,
         ) as publisher,
         contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
     ):

@@ -10,7 +10,10 @@ The archive verifies what it reads and the target what it writes; this decides w
     again without them, at most `RESTARTS` times.
  4. A base that isn't what its version says is the target's fault, not the store's: the target
     stops claiming it, and the next plan starts from an anchor.
- 5. Damaged bytes, a target that does not fit, an uncertain target: raise. Nothing was changed.
+ 5. A damaged object is planned around: another delta or an anchor leads past it, or will once
+    one is published.
+ 6. Damage with no way around, a target that does not fit, an uncertain target: raise. Nothing
+    was changed.
 
 Example: the replica holds 7. Version 9 is newest. `plan()` shows 7 -> 8 -> 9 as two deltas,
 `stage()` fetches both, folds them tensor by tensor and verifies 9 while 7 still serves, and
@@ -19,19 +22,22 @@ Example: the replica holds 7. Version 9 is newest. `plan()` shows 7 -> 8 -> 9 as
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
+
+from msgspec.structs import replace as altered
 
 from farcast.delta import Patch, entry_of, nbytes_of
 from farcast.errors import (
     IntegrityError,
+    LimitError,
     ObjectNotFoundError,
     RunMismatchError,
     TargetChangedError,
     UnknownVersionError,
 )
-from farcast.lineage import Manifest, Plan
+from farcast.lineage import Manifest, ObjectRef, Plan
 from farcast.lineage import plan as plan_path
 from farcast.replica.base import Draft, Goal, Target
 from farcast.store import Store
@@ -146,7 +152,7 @@ class Subscriber:
     def plan(self, to: VersionRef | int | None = None) -> Plan:
         """The cheapest way to `to`, or to the newest version; without steps if there is nothing
         to do. Raises `UnknownVersionError` while the run has no version."""
-        plan = self._plan(to, frozenset())
+        plan = self._plan(to, (), ())
         if plan is None:
             raise self._no_version()
         return plan
@@ -154,8 +160,14 @@ class Subscriber:
     def stage(self, to: VersionRef | int | None = None) -> Staged | None:
         """Fetch, decode and verify beside what is served; None when there is nothing newer."""
         gone: set[int] = set()
+        damaged: dict[str, IntegrityError | LimitError] = {}
         for _ in range(RESTARTS):
-            plan = self._plan(to, gone)
+            try:
+                plan = self._plan(to, gone, damaged)
+            except UnknownVersionError:
+                if damaged:  # no way around it
+                    break
+                raise
             if plan is None or not plan.steps:
                 return None
             try:
@@ -163,6 +175,10 @@ class Subscriber:
             except _VanishedError as error:
                 gone.add(error.version)
                 self._archive.newest(relist=True)
+            except _DamagedError as error:
+                damaged[error.digest] = error.damage
+        for damage in damaged.values():
+            raise damage
         raise UnknownVersionError(
             f"Objects of {len(gone)} versions of {self._archive.run_id!r} were removed while they "
             "were fetched; keep versions for longer, or sync again."
@@ -192,7 +208,9 @@ class Subscriber:
 
     # --- deciding ----------------------------------------------------------------------------
 
-    def _plan(self, to: VersionRef | int | None, gone: Collection[int]) -> Plan | None:
+    def _plan(
+        self, to: VersionRef | int | None, gone: Collection[int], damaged: Collection[str]
+    ) -> Plan | None:
         """None while the run has no version."""
         self._check_run()
         want = self._newest() if to is None else self._named(to)
@@ -204,9 +222,9 @@ class Subscriber:
             entries = self._target.entries.values()
             size = sum(nbytes_of(entry.dtype, entry.shape) for entry in entries)
             return Plan(have=have, want=have, steps=(), bytes_full=size)
-        if not gone:
+        if not gone and not damaged:
             return self._archive.plan(have, want.ref)
-        return plan_path(have, want.ref, _Without(self._archive, gone))
+        return plan_path(have, want.ref, _Without(self._archive, gone, damaged))
 
     def _check_run(self) -> None:
         owner = self._target.run_id
@@ -279,11 +297,13 @@ class Subscriber:
         done = 0
         for step in plan.steps:
             patches = []
-            for _ in step.objects:
+            for ref in step.objects:
                 try:
                     data = next(stream)
                 except ObjectNotFoundError as error:
                     raise _VanishedError(step.version) from error
+                except (IntegrityError, LimitError) as error:  # shorter, other, or longer bytes
+                    raise _DamagedError(ref, error) from error
                 patches.append(Patch.open(data))
                 done += len(data)
                 self._report("fetch", done, plan.bytes)
@@ -344,20 +364,39 @@ class _VanishedError(Exception):
         self.version = version
 
 
-class _Without(Mapping[int, Manifest]):
-    """The manifests of an archive, as if those of `gone` were not there."""
+class _DamagedError(Exception):
+    """The object `ref` in the store is not what its digest says."""
 
-    def __init__(self, archive: Archive, gone: Collection[int]) -> None:
+    def __init__(self, ref: ObjectRef, damage: IntegrityError | LimitError) -> None:
+        super().__init__(ref.digest)
+        self.digest = ref.digest
+        self.damage = damage
+
+
+class _Without(Mapping[int, Manifest]):
+    """The manifests of an archive, as if those of `gone` and the objects of `damaged` (digests)
+    were not there."""
+
+    def __init__(self, archive: Archive, gone: Collection[int], damaged: Collection[str]) -> None:
         self._archive = archive
         self._gone = gone
+        self._damaged = damaged
 
     def __getitem__(self, version: int) -> Manifest:
         if version in self._gone:
             raise KeyError(version)
         try:
-            return self._archive.manifest(version)
+            manifest = self._archive.manifest(version)
         except UnknownVersionError:
             raise KeyError(version) from None
+        return altered(
+            manifest,
+            anchor=manifest.anchor if self._whole(manifest.anchor or ()) else None,
+            deltas=tuple(delta for delta in manifest.deltas if self._whole(delta.objects)),
+        )
+
+    def _whole(self, objects: Iterable[ObjectRef]) -> bool:
+        return not any(ref.digest in self._damaged for ref in objects)
 
     def __iter__(self) -> Iterator[int]:
         return iter(())
