@@ -87,7 +87,7 @@ def _run(
     if run_in(store) is None:
         _create_run(archive, config, model)
     say("loading the model")
-    policy = Policy(load_module(model), config.train)
+    policy = Policy(_module(model, config.train), config.train)
     with (
         # A step taken again after a crash has a record of its own, so it needs a version of
         # its own, even if it comes to the same weights.
