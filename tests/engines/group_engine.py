@@ -166,6 +166,9 @@ class GroupEngine:
     def open_update(self) -> None:
         self.calls.append("open_update")
 
+    def close_update(self) -> None:
+        self.calls.append("close_update")
+
     def write(self, label: str) -> None:
         assert self.paused
         self.calls.append("write")

@@ -81,7 +81,15 @@ def test_the_order_of_a_commit(tmp_path: Path) -> None:
     group = Group(tmp_path, caches="dropped")
     group.case.publish()
     group.case.subscriber.sync()
-    order = ["open_update", "pause", "write", "drop_caches", "name_weights", "resume"]
+    order = [
+        "open_update",
+        "pause",
+        "write",
+        "drop_caches",
+        "name_weights",
+        "resume",
+        "close_update",
+    ]
     assert group.engine.calls == order
 
 

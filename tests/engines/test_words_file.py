@@ -8,7 +8,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcast.engines.words_file import Change, read_words, write_words
+from farcast.engines.words_file import Change, WordsWriter, read_words
 from farcast.errors import FarcastError, FormatError, IntegrityError
 
 
@@ -21,6 +21,13 @@ def change(name: str, positions: list[int], kind: str = "<u2") -> Change:
         np.arange(count).astype(kind),
         np.arange(count).astype(kind) + 7,
     )
+
+
+def write_words(path: Path, changes: list[Change]) -> str:
+    writer = WordsWriter(path)
+    for one in changes:
+        writer.add(one)
+    return writer.finish()
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -53,7 +60,7 @@ def test_any_bytes_end_in_a_typed_error(
     data: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.words"
-    for body in (data, b"fcw1" + data, b"fcw1\x02\0\0\0[]" + data):
+    for body in (data, b"fcw1" + data, b"fcw1" + data + b"[]\x02\0\0\0"):
         path.write_bytes(body)
         try:
             assert list(read_words(path, blake3(body).hexdigest())) == []

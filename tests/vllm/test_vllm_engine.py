@@ -208,7 +208,7 @@ def test_words_that_somebody_else_wrote_are_noticed(vllm: VllmWorld) -> None:
     with pytest.raises(TargetChangedError):
         vllm.subscriber.commit(staged)
     staged.discard()
-    vllm.rpc("farcast_test_flip", name, at)
+    assert vllm.target.verify() == vllm.refs[-2].root, "undoing restores what should be there"
     sync(vllm)
     assert vllm.target.verify() == vllm.refs[-1].root
 

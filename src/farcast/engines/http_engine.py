@@ -104,7 +104,11 @@ class InPlaceEngine(HttpEngine, Protocol):
         ...
 
     def open_update(self) -> None:
-        """Get ready for `write`. Before the pause; ends with `name_weights` or `undo`."""
+        """Get ready for `write`, before the pause. Safe to repeat."""
+        ...
+
+    def close_update(self) -> None:
+        """The end of what `open_update` began, after the pause. Safe to repeat."""
         ...
 
     def write(self, label: str) -> None:

@@ -30,7 +30,7 @@ from farcast.delta import TensorBits, Words, entry_of, nbytes_of, word_bytes, wo
 from farcast.engines.blocks import covered
 from farcast.engines.http_engine import InPlaceEngine, MemberLayout, Receipt, label_of
 from farcast.engines.mirror import Mirror
-from farcast.engines.words_file import Change, read_words, write_words
+from farcast.engines.words_file import Change, WordsWriter, read_words
 from farcast.errors import (
     EngineError,
     FarcastError,
@@ -154,6 +154,7 @@ class EngineTarget(Target):
         finally:
             if self._uncertain is None:
                 self._resume()
+                self._engine.close_update()
 
     def _settle_on(self, ref: VersionRef, entries: Mapping[str, TensorEntry]) -> None:
         # After the digests, before the gate opens: what is labelled so was verified.
@@ -326,15 +327,16 @@ class _FolderTensors(Mapping[str, TensorBits]):
 
 
 class _EngineDraft(Draft):
-    """The words to write, as arrays until it is sealed, then as a file."""
+    """The words to write, in a file that grows with each tensor."""
 
     def __init__(self, goal: Goal, target: EngineTarget) -> None:
         super().__init__(goal, awaited=[name for name in goal.changed if target.holds(name)])
         self._target = target
         self._label = label_of(goal.ref)
-        self._changes: list[Change] = []
         self._parts: dict[str, _Parts] = {}
         self._words = target._scratch / f"{secrets.token_hex(8)}.words"
+        with files.translated(self._words):
+            self._writer = WordsWriter(self._words)
         self._digest = ""
         self._staged = self._is_written = False
 
@@ -343,7 +345,8 @@ class _EngineDraft(Draft):
         self._parts[name] = self._target._parts(name, new, self.goal.entries[name])
         change = self._change(name, new)
         if change.positions.size:
-            self._changes.append(change)
+            with files.translated(self._words):
+                self._writer.add(change)
 
     def _change(self, name: str, new: Words) -> Change:
         """Compared with the mirror in pieces, so that the tensor is in memory only once."""
@@ -357,10 +360,8 @@ class _EngineDraft(Draft):
         return Change(name, new.size, where, new[where], np.concatenate(old_words))
 
     def _seal(self) -> None:
-        self._changes.sort(key=lambda change: change.name)
         with files.translated(self._words):
-            self._digest = write_words(self._words, self._changes)
-        self._changes.clear()
+            self._digest = self._writer.finish()
         self._staged = True
         self._target._engine.stage(self._words, self._digest, self._label)
 
@@ -406,7 +407,7 @@ class _EngineDraft(Draft):
             )
 
     def _discard(self) -> None:
-        self._changes.clear()
+        self._writer.close()
         self._parts.clear()
         files.remove(self._words)
         if self._staged:

@@ -133,6 +133,13 @@ class VllmEngine:
             self._client.post("/start_weight_update")
             self._updating = True
 
+    def close_update(self) -> None:
+        # farcast's transfer engine has nothing to finish, so vLLM's bookkeeping can wait until
+        # the engine goes on: a call less in the pause.
+        if self._updating:
+            self._client.post("/finish_weight_update")
+            self._updating = False
+
     def write(self, label: str) -> None:
         try:
             self._client.post("/update_weights", {"update_info": {"label": label}})
@@ -143,17 +150,10 @@ class VllmEngine:
 
     def undo(self, label: str) -> None:
         self._all("farcast_undo", [label], None)
-        if self._updating:
-            self._client.post("/finish_weight_update")
-            self._updating = False
 
     def name_weights(self, label: str) -> None:
         self._paused_surely()
-        if self._updating:
-            self._client.post("/finish_weight_update", {"weight_version": label})
-            self._updating = False
-        else:
-            self._client.post("/update_weight_version", {"new_version": label})
+        self._client.post("/update_weight_version", {"new_version": label})
 
     def drop(self, label: str) -> None:
         self._all("farcast_drop", [label], None)

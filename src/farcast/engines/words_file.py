@@ -1,19 +1,20 @@
 """Words to write into an engine, as a file between the sidecar and the engine's processes.
 
-    offset  size  what
-    0       4     "fcw1"
-    4       4     length of the header, little endian
-    8       n     header: JSON, [[name, words of the tensor, bytes of a word, changed], ...]
-    8 + n   ...   for each tensor: positions (ascending, u32, or u64 from 2^32 words on),
-                  new words, old words; nothing between them, little endian
+    what                                                                       bytes
+    "fcw1"                                                                     4
+    for each tensor: positions (ascending; u32, or u64 beyond 2^32 words),
+        new words, old words; little endian, nothing between them              ...
+    table: JSON, [[name, words of the tensor, bytes of a word, changed], ...]  n
+    n, little endian                                                           4
+
+The table comes last, so that a writer holds one tensor at a time.
 
 The reader is given the file's digest over another way and checks it first, so what it reads is
 what the sidecar wrote. It still checks every number: a mistake must not become a wild write.
 """
 
-import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +28,11 @@ from farcast.replica import files
 from farcast.replica.words import Positions
 
 MAGIC = b"fcw1"
-MAX_HEADER_BYTES = 1 << 26
+MAX_TABLE_BYTES = 1 << 26
 """A quarter of a million tensors with long names."""
 
-_PREFIX = struct.Struct("<4sI")
-_CHUNK = 1 << 24
+_LENGTH = struct.Struct("<I")
+_CHUNK = 1 << 22
 
 
 class Change(NamedTuple):
@@ -59,28 +60,41 @@ class _Row(NamedTuple):
         return self.changed * (self.counts.itemsize + 2 * self.width)
 
 
-def write_words(path: Path, changes: Sequence[Change]) -> str:
-    """Write a new file; returns its digest. Not synced: it is of no use after a crash."""
-    rows = [_Row(c.name, c.words, c.new.itemsize, c.positions.size) for c in changes]
-    header = msgspec.json.encode(rows)
-    digest = blake3()
-    file = files.create(path, 0o600)
-    try:
-        at = 0
-        parts = [_PREFIX.pack(MAGIC, len(header)) + header]
-        for part in itertools.chain(parts, _bodies(rows, changes)):
-            digest.update(part)
-            files.write_at(file, part, at)
-            at += len(part)
-    finally:
-        files.close(file)
-    return digest.hexdigest()
+class WordsWriter:
+    """A new file of words. Not synced: it is of no use after a crash."""
 
+    def __init__(self, path: Path) -> None:
+        self._file = files.create(path, 0o600)
+        self._digest = blake3()
+        self._rows: list[_Row] = []
+        self._at = 0
+        self._put(MAGIC)
 
-def _bodies(rows: Sequence[_Row], changes: Sequence[Change]) -> Iterator[bytes]:
-    for row, change in zip(rows, changes, strict=True):
-        for array in (change.positions.astype(row.counts), change.new, change.old):
-            yield array.tobytes()
+    def add(self, change: Change) -> None:
+        row = _Row(change.name, change.words, change.new.itemsize, change.positions.size)
+        self._rows.append(row)
+        self._put(change.positions.astype(row.counts).tobytes())
+        self._put(change.new.tobytes())
+        self._put(change.old.tobytes())
+
+    def finish(self) -> str:
+        """Write the table; returns the digest of the file."""
+        table = msgspec.json.encode(self._rows)
+        self._put(table)
+        self._put(_LENGTH.pack(len(table)))
+        self.close()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Let go of the file. Safe to repeat."""
+        if self._file >= 0:
+            files.close(self._file)
+            self._file = -1
+
+    def _put(self, data: bytes) -> None:
+        self._digest.update(data)
+        files.write_at(self._file, data, self._at)
+        self._at += len(data)
 
 
 def read_words(path: Path, digest: str) -> Iterator[Change]:
@@ -89,8 +103,8 @@ def read_words(path: Path, digest: str) -> Iterator[Change]:
     with files.opened(path) as file:
         size = files.identity_of(file).size
         _check_digest(file, size, digest, path)
-        rows, at = _header(file, size, path)
-        for row in rows:
+        at = len(MAGIC)
+        for row in _table(file, size, path):
             data = files.read_at(file, at, row.nbytes, path)
             at += row.nbytes
             yield _change(row, np.frombuffer(data, np.uint8), path)
@@ -104,22 +118,22 @@ def _check_digest(file: int, size: int, digest: str, path: Path) -> None:
         raise IntegrityError(f"{path} is not the file that was staged; stage the version again.")
 
 
-def _header(file: int, size: int, path: Path) -> tuple[list[_Row], int]:
-    magic, length = b"", 0
-    if size >= _PREFIX.size:
-        magic, length = _PREFIX.unpack(files.read_at(file, 0, _PREFIX.size, path))
-    at = _PREFIX.size + length
-    if magic != MAGIC or length > MAX_HEADER_BYTES or at > size:
+def _table(file: int, size: int, path: Path) -> list[_Row]:
+    least = len(MAGIC) + _LENGTH.size
+    if size < least or bytes(files.read_at(file, 0, len(MAGIC), path)) != MAGIC:
+        raise FormatError(f"{path} holds no staged words; stage the version again.")
+    (length,) = _LENGTH.unpack(files.read_at(file, size - _LENGTH.size, _LENGTH.size, path))
+    if length > min(MAX_TABLE_BYTES, size - least):
         raise FormatError(f"{path} holds no staged words; stage the version again.")
     try:
-        header = bytes(files.read_at(file, _PREFIX.size, length, path))
-        rows = msgspec.json.decode(header, type=list[_Row])
+        table = bytes(files.read_at(file, size - _LENGTH.size - length, length, path))
+        rows = msgspec.json.decode(table, type=list[_Row])
     except msgspec.DecodeError as error:
-        raise FormatError(f"{path} has a broken header; stage the version again.") from error
+        raise FormatError(f"{path} has a broken table; stage the version again.") from error
     sane = all(row.width in (1, 2, 4, 8) and 0 <= row.changed <= row.words for row in rows)
-    if not sane or at + sum(row.nbytes for row in rows) != size:
+    if not sane or least + length + sum(row.nbytes for row in rows) != size:
         raise FormatError(f"{path} does not hold what it lists; stage the version again.")
-    return rows, at
+    return rows
 
 
 def _change(row: _Row, data: np.ndarray[tuple[int], np.dtype[np.uint8]], path: Path) -> Change:

@@ -20,6 +20,7 @@ from blake3 import blake3
 from farcast.delta import Words
 from farcast.engines.blocks import Block
 from farcast.engines.http_engine import UNKNOWN, MemberLayout, Receipt
+from farcast.engines.vllm_plugin.exchange import exchange, holds, put, warm_up
 from farcast.engines.vllm_plugin.tracing import Trace, trace
 from farcast.engines.words_file import Change, read_words
 from farcast.errors import FarcastError, TargetChangedError, TargetError, TargetUncertainError
@@ -69,6 +70,7 @@ class Resident:
         self._staged = self._written = None
         found = trace(self._model, places, dtypes)
         self.places = dict(places)
+        warm_up(found.memories)
         self._trace = found
         self._addresses = [memory.data_ptr() for memory in found.memories]
         return MemberLayout(self._member, found.blocks, found.opaque, found.skipped)
@@ -116,7 +118,7 @@ class Resident:
             if not places.size:
                 continue
             write = self._write_of(block, places, change.new[chosen], change.old[chosen])
-            if not torch.equal(self._live(write), write.old):
+            if not holds(traced.memories[write.memory], write.places, write.old):
                 raise TargetChangedError(
                     f"The engine does not hold the words of {change.name[:80]!r} that the new "
                     "version starts from; attach to it anew."
@@ -162,11 +164,7 @@ class Resident:
             raise TargetError(f"{label!r} was not written here, so it can't be undone.")
         try:
             self._require_unmoved()
-            # Backwards: a word that was written twice was old before the first time.
-            for write in reversed(written.writes):
-                self._poke(write, write.old)
-            for write in written.writes:
-                self._require_words(write, write.old)
+            self._restore(written)
         except BaseException as error:
             self._uncertain = True
             raise TargetUncertainError(
@@ -190,33 +188,25 @@ class Resident:
                 setattr(self, kept, None)
 
     def _exchange(self, write: _Write) -> None:
-        """Old words out, new ones in, read back: in one go, while the memory is near."""
-        live = self._live(write)
-        # A tied tensor has two names, and the other may have brought the new words already.
-        if not torch.equal(live, write.old) and not torch.equal(live, write.new):
+        """Old words out, new ones in, read back."""
+        memory = self._require_traced().memories[write.memory]
+        outcome = exchange(memory, write.places, write.old, write.new)
+        if outcome == 1:
             raise TargetChangedError(
                 "Somebody else wrote into the engine's weights since the version was staged; "
                 "stage it again."
             )
-        self._poke(write, write.new)
-        self._require_words(write, write.new)
-
-    def _require_words(self, write: _Write, words: torch.Tensor) -> None:
-        if not torch.equal(self._live(write), words):
+        if outcome:
             raise TargetError("A word read back is not the one that was written.")
 
-    def _poke(self, write: _Write, words: torch.Tensor) -> None:
-        memory = self._require_traced().memories[write.memory]
-        if memory.device.type == "cpu":  # numpy is the faster one on a single thread
-            memory.numpy()[write.places.numpy()] = words.numpy()
-        else:
-            memory[write.places.long()] = words
-
-    def _live(self, write: _Write) -> torch.Tensor:
-        memory = self._require_traced().memories[write.memory]
-        if memory.device.type == "cpu":
-            return torch.from_numpy(memory.numpy()[write.places.numpy()])
-        return memory[write.places.long()]
+    def _restore(self, staged: _Staged) -> None:
+        memories = self._require_traced().memories
+        # Backwards: a word that was written twice was old before the first time.
+        for write in reversed(staged.writes):
+            put(memories[write.memory], write.places, write.old)
+        for write in staged.writes:
+            if not holds(memories[write.memory], write.places, write.old):
+                raise TargetError("An old word read back is not the one that was restored.")
 
     # --- identity ----------------------------------------------------------------------------
 
