@@ -13,6 +13,8 @@ from farcast.errors import ConfigError
 from farcast.types import Name
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Few = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+"""Of what is held in memory together: a slip of the pen must not end as a full one."""
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
@@ -28,8 +30,8 @@ class SamplingConfig(_Frozen, frozen=True, kw_only=True):
 
     temperature: PositiveFloat = 1.0
     top_p: Fraction = 1.0
-    max_new_tokens: Positive = 16
-    batch_groups: Positive = 2
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 16
+    batch_groups: Few = 2
     """Prompts sampled together; each gives one group."""
 
 
@@ -96,8 +98,8 @@ class TrainConfig(_Frozen, frozen=True, kw_only=True):
     beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.99
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     grad_clip: PositiveFloat = 1.0
-    group_size: Annotated[int, msgspec.Meta(ge=2)] = 8
-    groups_per_step: Positive = 4
+    group_size: Annotated[int, msgspec.Meta(ge=2, le=4096)] = 8
+    groups_per_step: Few = 4
     max_staleness: NonNegative = 4
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2

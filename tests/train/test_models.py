@@ -1,4 +1,5 @@
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,11 @@ import pytest
 pytest.importorskip("torch")
 
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tests.models import tiny_folder
 
+from farcast.config import TrainConfig, decode_config
+from farcast.engines.modules import load_module
 from farcast.errors import ConfigError
 from farcast.train import models
 
@@ -48,3 +52,25 @@ def test_a_full_disk_leaves_no_half_model(
     with pytest.raises(ConfigError, match="No space left"):
         models.prepare_model("tiny", tmp_path)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_weights_that_the_files_lack_are_never_made_up(tmp_path: Path) -> None:
+    """transformers fills them at random and only warns; tied ones are no lack."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder(), folder)
+    assert load_module(folder) is not None
+    lost = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[lost]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack 1 weights .*{lost}"):
+        load_module(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"group_size": 1000000000}', '{"groups_per_step": 99999}', '{"learning_rate": NaN}'],
+)
+def test_settings_that_no_machine_holds_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        decode_config(text.encode(), TrainConfig)

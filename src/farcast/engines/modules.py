@@ -43,14 +43,24 @@ def load_module(folder: Path, device: str = "cpu") -> Any:
 
     check_folder(folder)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, local_files_only=True, use_safetensors=True
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
             f"The model in {folder} cannot be loaded ({type(error).__name__}); "
             "check that transformers loads it and that its files are whole."
         ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would leave them at random
+        raise ConfigError(
+            f"The files in {folder} lack {len(missing)} weights of the model (for one, "
+            f"{missing[0][:80]!r}); copy the whole model there."
+        )
     return module.to(device=device, dtype=compute_dtype(device))
 
 
