@@ -102,7 +102,7 @@ def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
     from farcast.fleet.events import EventLog
     from farcast.fleet.registry import Registry
     from farcast.fleet.summary import summarise
-    from farcast.store import open_store
+    from farcast.store import PatientStore, open_store
 
     if find_spec("matplotlib") is None:  # before an hour of training, not after it
         raise MissingDependencyError(
@@ -117,7 +117,13 @@ def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
             soft_wrap=True,
         )
         raise typer.Exit(EXIT_INTERRUPTED)
-    store = open_store(plan.config.store)
+    # The run is done: an outage now must not cost its summary.
+    store = PatientStore(
+        open_store(plan.config.store),
+        plan.config.train.store_patience,
+        wait=_sleep,
+        tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+    )
     report = audit_with_progress(store, console)
     steps = list(Registry(store).steps(damaged=lambda *_: None))  # the report names them
     events = EventLog(folder.events).read()
@@ -137,6 +143,11 @@ def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
     _name_files(plan, console, json)
     if not summary.roots_match or summary.differences:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 def _supervise(plan: "DemoPlan", console: "Console") -> "Outcome":

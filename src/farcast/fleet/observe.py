@@ -26,6 +26,7 @@ class FleetSnapshot(NamedTuple):
     trainer: TrainerRecord | None
     steps: tuple[StepRecord, ...]
     replicas: Mapping[str, Sighting]
+    """`modified` is by this machine's clock, as far as that is known."""
     seen: float
 
     @property
@@ -59,6 +60,8 @@ class FleetObserver:
         self._steps: list[StepRecord] = []
         self._trainer: TrainerRecord | None = None
         self._damaged: set[str] = set()
+        self._heard: dict[str, tuple[float, float]] = {}
+        """By replica: the store's time of its record, and when that was first seen here."""
 
     def look(self) -> FleetSnapshot:
         newest = self._steps[-1].version if self._steps else -1
@@ -70,9 +73,21 @@ class FleetObserver:
         return FleetSnapshot(
             trainer=self._trainer,
             steps=tuple(self._steps),
-            replicas=self._registry.replicas(damaged=self._leave_out),
+            replicas=self._dated(self._registry.replicas(damaged=self._leave_out)),
             seen=time.time(),
         )
+
+    def _dated(self, replicas: Mapping[str, Sighting]) -> dict[str, Sighting]:
+        """Sightings by this machine's clock. The store's may be minutes off, so only at the first
+        look is it taken at its word; after that a record is as old as its last change."""
+        now = time.time()
+        for name, (_, modified) in replicas.items():
+            before = self._heard.get(name)
+            if before is None:
+                self._heard[name] = (modified, min(modified, now))
+            elif before[0] != modified:
+                self._heard[name] = (modified, now)
+        return {name: Sighting(s.record, self._heard[name][1]) for name, s in replicas.items()}
 
     def _leave_out(self, key: str, error: FormatError) -> None:
         if key not in self._damaged:
