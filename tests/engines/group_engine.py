@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from farcast.delta import TensorBits, from_bits
-from farcast.engines.http_engine import UNKNOWN, MemberLayout, Receipt, label_of
+from farcast.engines.http_engine import UNKNOWN, MemberLayout, Receipt, Whole, label_of
 from farcast.engines.vllm_plugin.resident import Resident
 from farcast.errors import EngineRefusedError, TargetError
 from farcast.replica import Place
@@ -120,7 +120,9 @@ class GroupEngine:
         self.shards = [Shard(member, members) for member in range(members)]
         for shard in self.shards:
             shard.load_weights(as_torch(bits))
-        self.residents = [Resident(shard, member) for member, shard in enumerate(self.shards)]
+        self.residents = [
+            Resident(shard, member, shard.load_weights) for member, shard in enumerate(self.shards)
+        ]
         self.calls: list[str] = []
         self.faults: set[int] = set()
         self.lies = self.keeps_caches = self.paused = False
@@ -156,9 +158,9 @@ class GroupEngine:
     def attach(self, places: Mapping[str, Place]) -> Sequence[MemberLayout]:
         return [r.attach(places, {"BF16": torch.bfloat16}) for r in self.residents]
 
-    def stage(self, words: Path, digest: str, label: str) -> None:
+    def stage(self, words: Path, digest: str, label: str, whole: Whole | None = None) -> None:
         for resident in self.residents:
-            resident.begin_stage(words, digest, label)
+            resident.begin_stage(words, digest, label, whole)
         for resident in self.residents:
             resident._join()
             assert resident.stage_state(label) == "ready"

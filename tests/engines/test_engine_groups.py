@@ -1,6 +1,7 @@
 """An engine of several members: all of them hold a version, or none does."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,22 +160,52 @@ def test_a_head_of_its_own_is_not_left_out_silently(group: Group) -> None:
         group.case.subscriber.sync()
 
 
-def test_a_tensor_that_the_loader_computes_from_is_opaque(tmp_path: Path) -> None:
-    """It may stay as it is; a version that changes it is refused with the reason."""
-    extra = {"packed.weight": (4, 8)}
-    model = write_folder(tmp_path / "model", weights(0, **extra))
-    engine = GroupEngine(1, weights(0, **extra))
-    target = EngineTarget(engine, model, scratch=tmp_path / "scratch")
-    store = MemoryStore()
-    publisher, subscriber = Publisher(store, RUN), Subscriber(store, RUN, target)
-    same = weights(0, **extra)["packed.weight"]
-    publisher.publish(weights(0, **extra), step=0)
-    subscriber.sync()
-    publisher.publish({**weights(1, **extra), "packed.weight": same}, step=1)
-    assert subscriber.sync().version == 1
-    publisher.publish(weights(2, **extra), step=2)
-    with pytest.raises(TensorMismatchError, match=r"packed\.weight.*computes"):
-        subscriber.sync()
+PACKED = {"packed.weight": (4, 8)}
+
+
+class Packing:
+    """An engine that computes what it stores of one tensor: there is no map to write through."""
+
+    def __init__(self, folder: Path) -> None:
+        model = write_folder(folder / "model", weights(0, **PACKED))
+        self.engine = GroupEngine(2, weights(0, **PACKED))
+        self.target = EngineTarget(self.engine, model, scratch=folder / "scratch")
+        store = MemoryStore()
+        self.publisher = Publisher(store, RUN)
+        self.subscriber = Subscriber(store, RUN, self.target)
+        self.publisher.publish(weights(0, **PACKED), step=0)
+        self.subscriber.sync()
+
+
+@pytest.fixture
+def packing(tmp_path: Path) -> Packing:
+    return Packing(tmp_path)
+
+
+def test_an_opaque_tensor_is_loaded_whole_and_that_is_said(
+    packing: Packing, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = weights(0, **PACKED)["packed.weight"]
+    packing.publisher.publish({**weights(1, **PACKED), "packed.weight": same}, step=1)
+    packing.subscriber.sync()
+    assert not caplog.records, "an opaque tensor that stays as it is costs nothing"
+    packing.publisher.publish(weights(2, **PACKED), step=2)
+    assert packing.subscriber.sync().version == 2
+    assert "loaded whole" in caplog.text
+    assert "computes" in packing.target.why_opaque("packed.weight")
+    assert packing.engine.fingerprint() == GroupEngine(2, weights(2, **PACKED)).fingerprint()
+
+
+def test_an_opaque_tensor_is_loaded_back_when_a_commit_fails(packing: Packing) -> None:
+    packing.publisher.publish(weights(1, **PACKED), step=1)
+    before = packing.engine.fingerprint()
+    packing.engine.faults = {1}
+    with pytest.raises(TargetError):
+        packing.subscriber.sync()
+    assert packing.engine.fingerprint() == before
+    packing.engine.faults = set()
+    packing.subscriber.sync()
+    assert packing.engine.fingerprint() == GroupEngine(2, weights(1, **PACKED)).fingerprint()
 
 
 def test_an_exchanged_parameter_is_noticed(group: Group) -> None:
@@ -215,11 +246,11 @@ def test_words_on_disk_that_were_damaged_reach_no_engine(
 ) -> None:
     original = group.engine.stage
 
-    def stage(words: Path, digest: str, label: str) -> None:
+    def stage(words: Path, digest: str, *rest: Any) -> None:
         data = bytearray(words.read_bytes())
         data[-1] ^= 1
         words.write_bytes(data)
-        original(words, digest, label)
+        original(words, digest, *rest)
 
     monkeypatch.setattr(group.engine, "stage", stage)
     before = group.engine.fingerprint()

@@ -1,4 +1,4 @@
-"""The vLLM environment and one server for the suite; without the environment it is skipped."""
+"""The vLLM environment and one server for a module; without the environment it is skipped."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=ABSENT))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmWorld]:
     """A run with the real model, and a server that was started with its version 0."""
     with VllmWorld.started(tmp_path_factory.mktemp("vllm")) as world:

@@ -9,8 +9,11 @@ from farcast.errors import TargetError
 
 
 class FaultyWorker(FarcastWorker):
-    def farcast_test_fail(self, write: str) -> None:
-        """The write of that number fails, once."""
+    def farcast_test_fail(self, write: str, member: str = "0") -> None:
+        """The write of that number fails in that member, once."""
+        worker: Any = self
+        if worker.rank != int(member):
+            return
         resident = self._resident()
         left = [int(write)]
         original = resident._exchange

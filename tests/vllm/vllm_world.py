@@ -124,14 +124,15 @@ class VllmWorld:
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, folder: Path) -> Iterator["VllmWorld"]:
-        source = prepare_model("smollm2", default_cache())
-        model = folder / "model"
-        shutil.copytree(source, model, copy_function=os.link)
-        with Server.started(model, folder / "server.log", faults=True) as server:
-            world = cls(folder, model, server)
+    def started(
+        cls, folder: Path, *arguments: str, model: str = "smollm2"
+    ) -> Iterator["VllmWorld"]:
+        copy = folder / "model"
+        shutil.copytree(prepare_model(model, default_cache()), copy)
+        with Server.started(copy, folder / "server.log", *arguments, faults=True) as server:
+            world = cls(folder, copy, server)
             world.publisher = Publisher(world.store, RUN)
-            world.publish(read_folder(model))
+            world.publish(read_folder(copy))
             world.engine = VllmEngine(HttpClient(server.address))
             world.target = world.new_target("first")
             world.subscriber = Subscriber(world.store, RUN, world.target)

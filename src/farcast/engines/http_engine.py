@@ -20,7 +20,7 @@ import msgspec
 
 from farcast.engines.blocks import Block
 from farcast.replica import Place
-from farcast.types import VersionRef
+from farcast.types import TensorEntry, VersionRef
 
 UNKNOWN = ""
 """The label of weights that no version was put into yet."""
@@ -50,6 +50,17 @@ class Receipt(msgspec.Struct, frozen=True):
     member: int
     label: str
     digests: dict[str, tuple[str, ...]] = {}
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """Tensors that are loaded whole: those that an engine holds in a form without a map, and what
+    shares a layer with them. `file` has them in the layout of a `Mirror`, `before` is the mirror
+    with the present ones; `entries` and `entries_before` are what both have to be."""
+
+    file: str
+    before: str
+    entries: dict[str, TensorEntry]
+    entries_before: dict[str, TensorEntry]
 
 
 class HttpEngine(Protocol):
@@ -97,10 +108,10 @@ class InPlaceEngine(HttpEngine, Protocol):
         """Find out where checkpoint tensors lie in each member's memory. Changes nothing."""
         ...
 
-    def stage(self, words: Path, digest: str, label: str) -> None:
-        """Prepare the words of a file (`farcast.engines.words_file`) beside the live weights;
-        returns once every member could commit at once. Raises `TargetChangedError` if a member
-        does not hold the old words."""
+    def stage(self, words: Path, digest: str, label: str, whole: Whole | None = None) -> None:
+        """Prepare the words of a file (`farcast.engines.words_file`) beside the live weights, and
+        tensors to load whole; returns once every member could commit at once. Raises
+        `TargetChangedError` if a member does not hold the old words."""
         ...
 
     def open_update(self) -> None:

@@ -28,7 +28,13 @@ from blake3 import blake3
 
 from farcast.delta import TensorBits, Words, entry_of, nbytes_of, word_bytes, words_of
 from farcast.engines.blocks import covered
-from farcast.engines.http_engine import InPlaceEngine, MemberLayout, Receipt, label_of
+from farcast.engines.http_engine import (
+    InPlaceEngine,
+    MemberLayout,
+    Receipt,
+    Whole,
+    label_of,
+)
 from farcast.engines.mirror import Mirror
 from farcast.engines.words_file import Change, WordsWriter, read_words
 from farcast.errors import (
@@ -175,21 +181,43 @@ class EngineTarget(Target):
 
     def _refuse_unwritable(self, goal: Goal, aliases: Collection[str]) -> None:
         """Nothing that changes may be left out silently."""
-        reasons = {name: why for m in self._members for name, why in m.opaque.items()}
-        for name in self._places:
-            if not self._is_placed(name) and name not in aliases:
-                reasons.setdefault(name, "the engine's loader passes over it")
-        changed = [
-            f"{name!r}: {why}"
-            for name, why in sorted(reasons.items())
-            if goal.entries.get(name) != self._known.get(name)
+        passed = [
+            repr(name)
+            for name in sorted(self._places)
+            if not (self._is_placed(name) or name in aliases or self._is_opaque(name))
+            and goal.entries.get(name) != self._known.get(name)
         ]
-        if changed:
+        if passed:
             raise TensorMismatchError(
-                f"The engine can't take {len(changed)} changed tensors in place "
-                f"({'; '.join(changed[:10])}); let it load the version as a folder. Nothing was "
-                "written."
+                f"The engine's loader passes over {len(passed)} changed tensors "
+                f"({', '.join(passed[:10])}), so it would serve something else; start it with the "
+                "model that the run trains. Nothing was written."
             )
+
+    def _loaded_whole(self, goal: Goal) -> list[str]:
+        """Changed tensors without a map, and all that may share a fused or packed form with one:
+        the tensors of its layer, by their names."""
+        changed = [
+            name
+            for name in goal.changed
+            if self._is_opaque(name) and goal.entries[name] != self._known.get(name)
+        ]
+        layers = {_layer_of(name) for name in changed}
+        whole = sorted(name for name in self._places if _layer_of(name) in layers)
+        if whole:
+            _log.warning(
+                "%d tensors of %s are loaded whole, since the engine holds %d changed ones in a "
+                "form that can't be written in place nor read back: %s",
+                *(len(whole), goal.ref, len(changed), self.why_opaque(changed[0])),
+            )
+        return whole
+
+    def why_opaque(self, name: str) -> str:
+        """The reason for which a tensor can't be written in place; empty if it can."""
+        return next((m.opaque[name] for m in self._members if name in m.opaque), "")
+
+    def _is_opaque(self, name: str) -> bool:
+        return any(name in member.opaque for member in self._members)
 
     def _attach(self) -> None:
         """Learn where everything lies, and make sure of what the engine holds: the mirror of an
@@ -338,11 +366,19 @@ class _EngineDraft(Draft):
         with files.translated(self._words):
             self._writer = WordsWriter(self._words)
         self._digest = ""
+        self._whole = target._loaded_whole(goal)
+        places = {name: target._places[name] for name in self._whole}
+        self._tensors = Mirror(self._words.with_suffix(".tensors"), places)
+        if self._whole:
+            self._tensors.allocate()
         self._staged = self._is_written = False
 
     def _add(self, name: str, bits: TensorBits) -> None:
         new = words_of(bits)
         self._parts[name] = self._target._parts(name, new, self.goal.entries[name])
+        if name in self._whole:
+            self._tensors.put(name, bits)
+            return
         change = self._change(name, new)
         if change.positions.size:
             with files.translated(self._words):
@@ -363,7 +399,22 @@ class _EngineDraft(Draft):
         with files.translated(self._words):
             self._digest = self._writer.finish()
         self._staged = True
-        self._target._engine.stage(self._words, self._digest, self._label)
+        self._target._engine.stage(self._words, self._digest, self._label, self._whole_ones())
+
+    def _whole_ones(self) -> Whole | None:
+        if not self._whole:
+            return None
+        target, entries = self._target, self.goal.entries
+        before = {name: target._known[name] for name in self._whole}
+        for name in self._whole:
+            if name not in self.goal.changed:
+                self._tensors.put(name, target._mirror.read(name))
+        return Whole(
+            file=str(self._tensors.path),
+            before=str(target._mirror.path),
+            entries={name: entries[name] for name in self._whole},
+            entries_before=before,
+        )
 
     def check_unmoved(self) -> None:
         """The engine compares each old word just before it writes the new one: a pass less."""
@@ -394,8 +445,11 @@ class _EngineDraft(Draft):
 
     def settle(self) -> None:
         try:
+            mirror = self._target._mirror
             for change in read_words(self._words, self._digest):
-                self._target._mirror.write(change.name, change.positions, change.new)
+                mirror.write(change.name, change.positions, change.new)
+            for name in self._whole:
+                mirror.put(name, self._tensors.read(name))
         except FarcastError as error:  # the commit stands; the next stage will find it out
             _log.error("The mirror of the engine could not be kept up: %s", error)
 
@@ -410,11 +464,19 @@ class _EngineDraft(Draft):
         self._writer.close()
         self._parts.clear()
         files.remove(self._words)
+        files.remove(self._tensors.path)
         if self._staged:
             try:
                 self._target._engine.drop(self._label)
             except EngineError as error:
                 _log.warning("The engine may keep words of %s: %s", self.goal.ref, error)
+
+
+def _layer_of(name: str) -> str:
+    """What tensors that an engine may fuse have in common: all up to the first number, and it."""
+    parts = name.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
 
 
 def _digest(words: Words) -> str:

@@ -32,20 +32,34 @@ class Mirror:
         self._size = size
 
     @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
     def exists(self) -> bool:
         found = files.identity(self._path)
         return found is not None and found.size == self._size
 
-    def create(self, source: Mapping[str, TensorBits]) -> None:
-        """Write the file anew. `source` gives each tensor when it is asked for it."""
-        files.remove(self._path)
+    def allocate(self) -> None:
+        """Make the file, without content."""
         with files.translated(self._path):
             file = files.create(self._path, 0o600)
             try:
-                for name, start in self._starts.items():
-                    files.write_at(file, source[name].data.data, start)
+                files.resize(file, self._size)
             finally:
                 files.close(file)
+
+    def put(self, name: str, bits: TensorBits) -> None:
+        """Write a whole tensor."""
+        with files.translated(self._path), files.writable(self._path) as file:
+            files.write_at(file, bits.data.data, self._starts[name])
+
+    def create(self, source: Mapping[str, TensorBits]) -> None:
+        """Write the file anew. `source` gives each tensor when it is asked for it."""
+        files.remove(self._path)
+        self.allocate()
+        for name in self._starts:
+            self.put(name, source[name])
 
     def read(self, name: str) -> TensorBits:
         """A copy of the tensor's bits."""
@@ -71,8 +85,7 @@ class Mirror:
         """Change some words of a tensor."""
         bits = self.read(name)
         words_of(bits)[positions] = words
-        with files.translated(self._path), files.writable(self._path) as file:
-            files.write_at(file, bits.data.data, self._starts[name])
+        self.put(name, bits)
 
     def _place(self, name: str) -> Place:
         place = self._places.get(name)

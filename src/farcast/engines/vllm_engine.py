@@ -16,7 +16,7 @@ import msgspec
 
 from farcast import errors
 from farcast.engines.http_client import HttpClient
-from farcast.engines.http_engine import MemberLayout, Receipt, label_of
+from farcast.engines.http_engine import MemberLayout, Receipt, Whole, label_of
 from farcast.engines.vllm_plugin import BACKEND, EXTENSION
 from farcast.errors import EngineRefusedError, FarcastError, TargetUncertainError
 from farcast.replica import Place
@@ -119,8 +119,9 @@ class VllmEngine:
         text = msgspec.json.encode(dict(places)).decode()
         return self._all("farcast_attach", [text], MemberLayout)
 
-    def stage(self, words: Path, digest: str, label: str) -> None:
-        self._all("farcast_stage", [str(words), digest, label], None)
+    def stage(self, words: Path, digest: str, label: str, whole: Whole | None = None) -> None:
+        rest = msgspec.json.encode(whole).decode()
+        self._all("farcast_stage", [str(words), digest, label, rest], None)
         wait, until = _FIRST_POLL, time.monotonic() + self._stage_timeout
         while "busy" in self._all("farcast_stage_state", [label], str):
             if time.monotonic() > until:

@@ -122,6 +122,10 @@ def create(path: Path, mode: int | None) -> int:
     return file
 
 
+def resize(file: int, size: int) -> None:
+    os.ftruncate(file, size)
+
+
 def sync(file: int) -> None:
     os.fsync(file)
 

@@ -55,16 +55,23 @@ def _keep_cpu_weights(backend: str) -> None:
         return
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        if _backend_in_use() != backend:
-            original(layer, remove_weight)
-        elif layer.weight.ndim == 2:
+        if _is_kept(backend, remove_weight):
             layer.cpu_linear = torch.nn.functional.linear
+        else:
+            original(layer, remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def _backend_in_use() -> str | None:
+def _is_kept(backend: str, remove_weight: bool) -> bool:
+    """Whether this layer computes from its parameter. With `{"farcast": {"pack_linear": true}}` in
+    vLLM's additional configuration those are packed whose parameter vLLM empties: they are
+    loaded whole then, and only copies beside a parameter must never be."""
     from vllm.config import get_current_vllm_config
 
-    transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
-    return getattr(transfer, "backend", None)
+    config = get_current_vllm_config()
+    transfer = getattr(config, "weight_transfer_config", None)
+    if getattr(transfer, "backend", None) != backend:
+        return False
+    own = (getattr(config, "additional_config", None) or {}).get("farcast", {})
+    return not (remove_weight and own.get("pack_linear", False))

@@ -9,21 +9,29 @@ Refuses to write to memory that was exchanged since it was traced, and anything 
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from blake3 import blake3
 
-from farcast.delta import Words
+from farcast.delta import Words, entry_of, from_bits
 from farcast.engines.blocks import Block
-from farcast.engines.http_engine import UNKNOWN, MemberLayout, Receipt
+from farcast.engines.http_engine import UNKNOWN, MemberLayout, Receipt, Whole
+from farcast.engines.mirror import Mirror
 from farcast.engines.vllm_plugin.exchange import exchange, holds, put, warm_up
 from farcast.engines.vllm_plugin.tracing import Trace, trace
 from farcast.engines.words_file import Change, read_words
-from farcast.errors import FarcastError, TargetChangedError, TargetError, TargetUncertainError
+from farcast.errors import (
+    FarcastError,
+    IntegrityError,
+    TargetChangedError,
+    TargetError,
+    TargetUncertainError,
+)
 from farcast.replica import Place
 
 _CHUNK_ROWS = 1 << 22
@@ -42,14 +50,20 @@ class _Write(NamedTuple):
 class _Staged(NamedTuple):
     label: str
     writes: list[_Write]
+    whole: Whole | None
+
+
+Load: TypeAlias = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
+"""Loads whole checkpoint tensors into a model that serves."""
 
 
 class Resident:
     """Of one process, for one model. One thread at a time, except for staging's own."""
 
-    def __init__(self, model: Any, member: int) -> None:
+    def __init__(self, model: Any, member: int, load: Load) -> None:
         self._model = model
         self._member = member
+        self._load = load
         self._trace: Trace | None = None
         self.places: Mapping[str, Place] = {}
         self._addresses: list[int] = []
@@ -77,13 +91,16 @@ class Resident:
 
     # --- staging -----------------------------------------------------------------------------
 
-    def begin_stage(self, words: Path, digest: str, label: str) -> None:
+    def begin_stage(self, words: Path, digest: str, label: str, whole: Whole | None = None) -> None:
         """Start to stage in a thread; `stage_state` tells when it is ready."""
         self._require_traced()
         self._join()
         self._staged, self._failure = None, None
         self._thread = threading.Thread(
-            target=self._stage, args=(words, digest, label), name="farcast-stage", daemon=True
+            target=self._stage,
+            args=(words, digest, label, whole),
+            name="farcast-stage",
+            daemon=True,
         )
         self._thread.start()
 
@@ -96,12 +113,15 @@ class Resident:
         self._require_staged(label)
         return "ready"
 
-    def _stage(self, words: Path, digest: str, label: str) -> None:
+    def _stage(self, words: Path, digest: str, label: str, whole: Whole | None) -> None:
         try:
             writes: list[_Write] = []
             for change in read_words(words, digest):
                 writes.extend(self._writes_of(change))
-            self._staged = _Staged(label, writes)
+            if whole is not None:  # read once now, so that the pause finds no damage
+                for new in (False, True):
+                    deque(self._tensors_of(whole, new=new), maxlen=0)
+            self._staged = _Staged(label, writes, whole)
         except FarcastError as error:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - a thread's failure must reach its caller
@@ -147,6 +167,9 @@ class Resident:
             try:
                 for write in staged.writes:
                     self._exchange(write)
+                if staged.whole is not None:
+                    self._load(self._tensors_of(staged.whole, new=True))
+                    self._require_unmoved()
             except BaseException:
                 self.undo(label)
                 raise
@@ -199,7 +222,22 @@ class Resident:
         if outcome:
             raise TargetError("A word read back is not the one that was written.")
 
+    def _tensors_of(self, whole: Whole, *, new: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors to load, each read and verified when it is asked for."""
+        entries = whole.entries if new else whole.entries_before
+        places = {name: self.places[name] for name in entries} if new else self.places
+        source = Mirror(Path(whole.file if new else whole.before), places)
+        for name, entry in entries.items():
+            bits = source.read(name)
+            if entry_of(bits) != entry:
+                raise IntegrityError(
+                    f"{name[:80]!r} is not on disk what the version has; stage it again."
+                )
+            yield name, from_bits(bits, like=torch.empty(0))
+
     def _restore(self, staged: _Staged) -> None:
+        if staged.whole is not None:
+            self._load(self._tensors_of(staged.whole, new=False))
         memories = self._require_traced().memories
         # Backwards: a word that was written twice was old before the first time.
         for write in reversed(staged.writes):

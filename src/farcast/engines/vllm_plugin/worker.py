@@ -4,7 +4,7 @@ Arguments and answers are JSON texts. An error of farcast's own comes back as an
 with its class, so that the sidecar can tell a refusal from a crash.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from farcast.delta import TensorBits, from_bits
-from farcast.engines.vllm_plugin.resident import Resident
+from farcast.engines.http_engine import Whole
+from farcast.engines.vllm_plugin.resident import Load, Resident
 from farcast.engines.vllm_plugin.residents import make_resident
 from farcast.errors import FarcastError
 from farcast.replica import Place
@@ -34,8 +35,11 @@ class FarcastWorker:
 
         return self._farcast(attach)
 
-    def farcast_stage(self, words: str, digest: str, label: str) -> Any:
-        return self._farcast(lambda resident: resident.begin_stage(Path(words), digest, label))
+    def farcast_stage(self, words: str, digest: str, label: str, whole: str) -> Any:
+        rest = msgspec.json.decode(whole, type=Whole | None)
+        return self._farcast(
+            lambda resident: resident.begin_stage(Path(words), digest, label, rest)
+        )
 
     def farcast_stage_state(self, label: str) -> Any:
         return self._farcast(lambda resident: resident.stage_state(label))
@@ -57,11 +61,28 @@ class FarcastWorker:
         worker: Any = self
         member = int(worker.rank)
         try:
-            resident = make_resident(worker.model_runner.get_model(), member)
+            model = worker.model_runner.get_model()
+            resident = make_resident(model, member, loader_of(model, worker.vllm_config))
             answer = call(resident)
         except FarcastError as error:
             return {"member": member, "error": type(error).__name__, "message": str(error)}
         return {"member": member, "answer": msgspec.to_builtins(answer)}
+
+
+def loader_of(model: Any, config: Any) -> Load:
+    """vLLM's own way of loading whole tensors again: layer by layer, packed as at the start. What
+    it is not given stays; a layer of which it is given a part needs all of it."""
+
+    def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import reload
+
+        with set_current_vllm_config(config), torch.no_grad():
+            reload.initialize_layerwise_reload(model)
+            model.load_weights(tensors)
+            reload.finalize_layerwise_reload(model, config.model_config)
+
+    return load
 
 
 def _torch_dtype(name: str) -> torch.dtype:
