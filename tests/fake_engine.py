@@ -81,6 +81,8 @@ class Job:
     labels: list[str] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: bool = False
+    pad: int = 0
+    """Bytes of nothing after each token's text."""
 
     @property
     def done(self) -> bool:
@@ -142,6 +144,7 @@ class FakeEngine:
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         job = Job(ids, int(body.get("max_tokens", 4)), str(body.get("cache_salt", "")))
         assert "weight_version" not in body, "the proxy's own field reached the engine"
+        job.pad = int(body.get("pad", 0))
         self.jobs.append(job)
         try:
             if body.get("stream"):
@@ -175,7 +178,7 @@ class FakeEngine:
         return response
 
     def choice(self, path: str, job: Job, tokens: list[int]) -> dict[str, Any]:
-        text = "".join(f" {token}" for token in tokens)
+        text = "".join(f" {token}" + " " * job.pad for token in tokens)
         said: dict[str, Any] = {"index": 0, "text": text, "token_ids": tokens}
         if path == "/generate" and job.done:
             said["weight_versions"] = spans(job.labels)

@@ -426,6 +426,23 @@ def test_what_holds_up_a_version_for_too_long_is_ended(tmp_path: Path) -> None:
         assert [job["aborted"] for job in made.jobs()] == [True, True]
 
 
+def test_a_client_that_stops_reading_does_not_hold_up_a_version(tmp_path: Path) -> None:
+    with world(tmp_path) as made:
+        made.run.publish()
+        engine, port = two_ports()
+        made.engine(engine)
+        made.replica(engine, port, "--drain-seconds", "1")
+        ready(port)
+        body = {"prompt": "unread", "max_tokens": 1_000_000, "stream": True, "pad": 100_000}
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(_post(json.dumps(body).encode()))
+            assert client.recv(1)
+            time.sleep(0.5)  # what lies between the engine and us is full now
+            made.run.publish()
+            ready(port, 1)
+        assert wait_for(lambda: made.jobs())[0]["aborted"]
+
+
 # --- engines die -----------------------------------------------------------------------------
 
 
@@ -516,6 +533,15 @@ def test_a_folder_that_is_none_and_a_run_that_is_none(tmp_path: Path) -> None:
         gone = made.replica(engine, port, "--model", str(tmp_path / "none"), name="a")
         assert gone.process.wait(20) == 2
         assert "There is no folder" in gone.output()
+        other = tmp_path / "model-c"
+        other.mkdir()
+        (other / ".farcast").mkdir()
+        state = {"format": 1, "run_id": "another-run"}
+        (other / ".farcast" / "state.json").write_text(json.dumps(state))
+        made.run.publish()
+        strange = made.replica(engine, port, name="c")
+        assert strange.process.wait(20) == 5
+        assert "belongs to the run 'another-run'" in strange.output()
         made.run.url = (tmp_path / "empty").as_uri()
         lost = made.replica(engine, port, name="b")
         assert lost.process.wait(20) == 4

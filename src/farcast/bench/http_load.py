@@ -7,6 +7,8 @@ parsed by httptools, which also parses for uvicorn.
 """
 
 import asyncio
+import contextlib
+import socket
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -169,3 +171,12 @@ async def load(port: int, *, token: str, connections: int, seconds: float) -> Lo
         ms_p99=sorted(found or [0.0])[len(found) * 99 // 100 - 1] * 1e3,
         failed=sum(client.failed for client in clients),
     )
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]

@@ -166,6 +166,7 @@ class Sidecar:
             refused = self._refusal(error)
             if visit.response is None:
                 raise refused from error
+            visit.abandon()  # a client that does not read must not hold up a commit any longer
             await _break_off(request, visit.response, refused)
             return visit.response
         finally:
