@@ -202,6 +202,18 @@ def test_a_lost_engine_and_a_forgotten_version() -> None:
     assert engine.enter() is not None
 
 
+def test_a_leaving_replica_stays_shut_whatever_its_engine_does() -> None:
+    engine = Engine()
+    engine.commit(1)
+    inside = engine.enter()
+    assert inside is not None
+    engine.gate.close()
+    engine.gate.lose("It does not answer; look.")
+    engine.gate.regain()
+    assert refusal(engine) == "not_ready"
+    assert engine.gate.leave(inside).ref == ref(1)
+
+
 def test_no_request_begins_under_another_version_than_it_is_told() -> None:
     """Eight threads ask while a ninth commits: the version captured is the one that is live for
     as long as a request is inside that may not cross."""

@@ -115,6 +115,7 @@ class AdmissionGate:
         self._phase: Phase = "open"
         self._closed: str | None = "The replica has no verified version yet; wait until it has."
         self._lost: str | None = None
+        self._leaving: str | None = None
         self._ref: VersionRef | None = None
         self._epoch = 0
         self._inside: set[Ticket] = set()
@@ -127,7 +128,7 @@ class AdmissionGate:
     def ref(self) -> VersionRef | None:
         """The version that is served; None while nothing is."""
         with self._lock:
-            return None if self._closed or self._lost else self._ref
+            return None if self._shut() else self._ref
 
     def served(self, label: str) -> VersionRef | None:
         """The version that this gate has served under an engine's label, None if it has not."""
@@ -154,7 +155,7 @@ class AdmissionGate:
     def closed_because(self) -> str | None:
         """One sentence on why nothing is served; None if something is."""
         with self._lock:
-            return self._lost or self._closed
+            return self._shut()
 
     def enter(
         self, constraint: Constraint, *, crosses: bool, cut: Callable[[], None]
@@ -218,12 +219,17 @@ class AdmissionGate:
 
     def close(self) -> None:
         """The replica is leaving: nothing enters any more, what is inside goes on."""
-        self._set(lost="The replica is about to stop; use another.")
+        with self._lock:
+            self._leaving = "The replica is about to stop; use another."
+        self._on_change()
 
     # --- inside ------------------------------------------------------------------------------
 
+    def _shut(self) -> str | None:
+        return self._leaving or self._lost or self._closed
+
     def _require_open(self) -> VersionRef:
-        shut = self._lost or self._closed
+        shut = self._shut()
         if shut is not None or self._ref is None:
             raise NotAdmittedError(shut or "Nothing is served yet; try again.", "not_ready")
         return self._ref

@@ -72,6 +72,8 @@ class EngineWatch:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._gate.lose("The engine ended its connection; it is looked at again.")
+            if not self._suspicion.is_set():
+                _LOG.warning("The engine ended its connection; it is looked at again.")
             for end in ends:
                 end.cancel()
                 with contextlib.suppress(OSError, asyncio.CancelledError):
