@@ -4,7 +4,7 @@ what `find` and `take` say."""
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcast.engines.blocks import Block, block_of, covered
@@ -41,6 +41,7 @@ def made(view: torch.Tensor, target: torch.Tensor) -> Block:
     return block
 
 
+@settings(deadline=None)
 @given(copies())
 def test_find_says_where_a_copy_puts_each_element(case: tuple[torch.Tensor, ...]) -> None:
     source, view, memory, target = case
@@ -54,6 +55,7 @@ def test_find_says_where_a_copy_puts_each_element(case: tuple[torch.Tensor, ...]
     assert block.count == covered([block, block]) == view.numel()
 
 
+@settings(deadline=None)
 @given(copies(), st.data())
 def test_find_takes_any_ascending_positions(
     case: tuple[torch.Tensor, ...], data: st.DataObject
@@ -69,6 +71,7 @@ def test_find_takes_any_ascending_positions(
     assert places.tolist() == [where[p] for p in some if p in where]
 
 
+@settings(deadline=None)
 @given(copies())
 def test_take_gives_the_words_in_the_order_of_a_walk_through_memory(
     case: tuple[torch.Tensor, ...],

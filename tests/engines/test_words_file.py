@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcast.engines.words_file import Change, WordsWriter, read_words
@@ -55,6 +55,7 @@ def test_positions_that_no_writer_makes_are_refused(tmp_path: Path, positions: l
         list(read_words(tmp_path / "w", digest))
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=200))
 def test_any_bytes_end_in_a_typed_error(
     data: bytes, tmp_path_factory: pytest.TempPathFactory

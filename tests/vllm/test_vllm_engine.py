@@ -224,7 +224,7 @@ def test_unknown_and_missing_names_are_listed_and_nothing_is_written(vllm: VllmW
     sync(vllm)
     bits = dict(vllm.versions[-1])
     bits["model.layers.0.mlp.gate.weight"] = bits.pop("model.layers.0.mlp.gate_proj.weight")
-    target = vllm.new_target("names")
+    target = vllm.new_target("first")
     with pytest.raises(TensorMismatchError) as caught:
         Subscriber(other_run(bits), RUN, target).sync()
     assert "mlp.gate.weight" in str(caught.value)
@@ -240,7 +240,7 @@ def test_another_dtype_is_refused_and_never_cast(vllm: VllmWorld) -> None:
     wide = (words_of(bits[name]).astype(np.uint32) << 16).view(np.uint8)
     bits[name] = TensorBits("F32", bits[name].shape, wide)
     with pytest.raises(TensorMismatchError, match="F32"):
-        Subscriber(other_run(bits), RUN, vllm.new_target("dtypes")).sync()
+        Subscriber(other_run(bits), RUN, vllm.new_target("first")).sync()
     assert vllm.target.verify() == vllm.refs[-1].root
 
 

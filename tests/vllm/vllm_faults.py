@@ -27,13 +27,25 @@ class FaultyWorker(FarcastWorker):
 
         resident._exchange = exchange  # type: ignore[method-assign]
 
+    def farcast_test_fail_load(self, _: str) -> None:
+        """The next load of whole tensors is done and fails then."""
+        resident = self._resident()
+        original = resident._load
+
+        def load(tensors: Any) -> None:
+            resident._load = original
+            original(tensors)
+            raise TargetError("A fault that a test asked for.")
+
+        resident._load = load
+
     def farcast_test_flip(self, name: str, position: str) -> None:
         """Somebody else changes one word of a live tensor; the same call changes it back."""
         resident = self._resident()
         traced = resident._trace
         assert traced is not None
         block = traced.blocks[name][0]
-        traced.memories[block.memory][block.place + int(position)] ^= 1
+        traced.memories[block.memory][block.place + int(position)] ^= 2
 
     def farcast_test_ignore_writes(self, on: str) -> None:
         """A worker that says yes and does nothing."""

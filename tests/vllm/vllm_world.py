@@ -113,7 +113,7 @@ class Server:
 
 @dataclass
 class VllmWorld:
-    """`versions[v]` are the bits of version v, `refs[v]` its name."""
+    """`versions[v]` are the bits of version v, for the last two; `refs[v]` is its name."""
 
     folder: Path
     model: Path
@@ -149,6 +149,8 @@ class VllmWorld:
 
     def publish(self, bits: Bits) -> VersionRef:
         self.versions.append(bits)
+        for old in self.versions[:-2]:
+            old.clear()
         self.refs.append(self.publisher.publish(bits, step=len(self.refs)))
         return self.refs[-1]
 
