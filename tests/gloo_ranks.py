@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.models import tiny_folder, tiny_module
+from tests.train_world import TrainWorld
 from torch.distributed.fsdp import fully_shard
 
 from farcast.delta import entry_of, root_of, to_bits
@@ -23,6 +25,13 @@ from farcast.formats import canonical_names, served_bf16
 from farcast.publish import Publisher
 from farcast.publish.torch_comms import TorchComms
 from farcast.store import open_store
+from farcast.store.archive import Archive
+from farcast.train.checkpoint import Checkpoints
+from farcast.train.loop import Trainer
+from farcast.train.policy import Policy
+from farcast.train.sharding import shard
+from farcast.train.team import Team
+from farcast.trajectory import GroupBatcher, TrajectoryReceiver
 
 RUN = "run"
 PART_BYTES = 600
@@ -128,6 +137,57 @@ def lose_a_rank(folder: Path) -> None:
         raise AssertionError("published without a rank")
 
 
+def train_loop(folder: Path) -> None:
+    """The trainer's loop on a sharded policy: stopped after one step of two, and resumed. The
+    folder's name is the optimizer's."""
+    rank = dist.get_rank()
+    for stop_at in (1, 2):
+        world = TrainWorld(
+            folder / f"rank-{rank}", store=str(folder / "store"), steps=2, optimizer=folder.name
+        )
+        policy = Policy(shard(tiny_module()), world.config)
+        publisher = Publisher(world.store, RUN, comms=TorchComms(timeout=60))
+        team = Team(TorchComms(timeout=60))
+        trainer = looping(world, policy, publisher, team, stop_at)
+        if trainer.resume():
+            assert trainer.step == 1
+        else:
+            zero = publisher.publish(policy.served(), 0)
+            if team.leads:
+                world.send(zero, groups=5)
+        trainer.run()
+        assert trainer.step == stop_at
+        publisher.close()
+        if team.leads:
+            lines = [
+                f"{r.step} {r.published.ref.version} {r.root} {r.loss:.6f} {r.grad_norm:.6f} "
+                f"{','.join(r.consumed)}\n"
+                for r in world.reports
+            ]
+            with (folder / "reports").open("a") as file:
+                file.writelines(lines)
+
+
+def looping(
+    world: TrainWorld, policy: Policy, publisher: Publisher, team: Team, stop_at: int
+) -> Trainer:
+    archive = Archive(world.store, RUN)
+    trainer = Trainer(
+        policy,
+        world.config,
+        run_id=RUN,
+        publisher=publisher,
+        receiver=TrajectoryReceiver(world.store, RUN),
+        batcher=GroupBatcher(RUN, max_staleness=100, group_timeout=60.0),
+        checkpoints=Checkpoints(world.folder, RUN),
+        root_of=lambda version: archive.manifest(version).root,
+        report=world.reports.append,
+        stop=lambda: trainer.step >= stop_at,
+        team=team,
+    )
+    return trainer
+
+
 def run_ranks(function: str, ranks: int, folder: Path) -> list[int]:
     """Run `function` on `ranks` processes; their exit statuses."""
     command = [sys.executable, "-m", "tests.gloo_ranks", function, str(ranks), str(folder)]
@@ -152,6 +212,7 @@ def _rank(function: str, rank: int, ranks: int, folder: Path) -> int:
 
 def main() -> None:
     function, ranks, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    tiny_folder()  # once, before there are several
     children = []
     for rank in range(ranks):
         child = os.fork()
@@ -167,7 +228,7 @@ def main() -> None:
     print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
 
 
-FUNCTIONS = {"train": train, "lose_a_rank": lose_a_rank}
+FUNCTIONS = {"train": train, "train_loop": train_loop, "lose_a_rank": lose_a_rank}
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def trajectory(
 class TrainWorld:
     """One run; `trainer()` is a new trainer process on it."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, store: str = "memory://", **settings: Any) -> None:
         self.folder = folder
-        self.store = open_store("memory://")
+        self.store = open_store(store)
         defaults: dict[str, Any] = {
             "steps": 3,
             "group_size": 4,

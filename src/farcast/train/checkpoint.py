@@ -53,7 +53,7 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder. One process writes."""
+    """The checkpoints of one run in one folder. One process writes; ranks have one each."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder = folder
@@ -85,14 +85,20 @@ class Checkpoints:
     @property
     def newest_step(self) -> int | None:
         """The step of the newest checkpoint; None when there is none."""
-        return max(self._steps(), default=None)
+        return max(self.steps(), default=None)
 
-    def load(self) -> tuple[CheckpointState, dict[str, torch.Tensor]] | None:
-        """The newest checkpoint, verified; None when there is none."""
-        steps = self._steps()
-        if not steps:
-            return None
-        return self._read(self._folder / f"step-{steps[-1]:012d}")
+    def load(
+        self, step: int | None = None
+    ) -> tuple[CheckpointState, dict[str, torch.Tensor]] | None:
+        """The checkpoint of `step`, or the newest, verified; None when there is none."""
+        step = self.newest_step if step is None else step
+        return None if step is None else self._read(self._folder / f"step-{step:012d}")
+
+    def discard_after(self, step: int) -> None:
+        """Remove checkpoints of later steps, which are not part of the run any more."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self._folder / f"step-{later:012d}")
 
     def _write(
         self, part: Path, state: CheckpointState, tensors: Mapping[str, torch.Tensor]
@@ -143,14 +149,15 @@ class Checkpoints:
                 "check the folder and its permissions."
             ) from error
 
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, oldest first."""
         if not self._folder.is_dir():
             return []
         names = (_FOLDER.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in names if match)
 
     def _prune(self) -> None:
-        for step in self._steps()[:-KEEP]:
+        for step in self.steps()[:-KEEP]:
             shutil.rmtree(self._folder / f"step-{step:012d}", ignore_errors=True)
         for leftover in self._folder.glob(f"step-*{_PART}"):
             shutil.rmtree(leftover, ignore_errors=True)

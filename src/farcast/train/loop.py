@@ -22,6 +22,7 @@ from farcast.publish import Publisher, PublishJob, PublishReport
 from farcast.train.checkpoint import Checkpoints, CheckpointState
 from farcast.train.objectives import objective_of
 from farcast.train.policy import Policy, served_root
+from farcast.train.team import LEADS_EVERY, Choice, Team
 from farcast.train.update import UpdateReport, update
 from farcast.trajectory import (
     Group,
@@ -42,7 +43,8 @@ stands in the store does not."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step and the version it became. `root` is of the trainer's own tensors."""
+    """One optimizer step and the version it became. `root` is of the trainer's own tensors; of a
+    sharded model, whose tensors no rank has, it is what the publisher's owners found."""
 
     published: PublishReport
     root: str
@@ -91,7 +93,8 @@ class Trainer:
     `root_of` knows what was published, so that a span's claim can be checked. `report` is called
     once a step, in order, as soon as its version is durable; `idle` while the loop waits for
     trajectories; `skipped` for each batch that cannot be read, since one damaged object must
-    not end a run. `stop` is asked between steps.
+    not end a run. `stop` is asked between steps. Of the ranks of a `team` each has a trainer;
+    the leader's reads and is stopped, and only its reports are whole.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Trainer:
         idle: Callable[[], None] = lambda: None,
         skipped: Callable[[BrokenBatchError], None] = lambda _: None,
         stop: Callable[[], bool] = lambda: False,
+        team: Team | None = None,
     ) -> None:
         self._policy = policy
         self._config = config
@@ -123,6 +127,7 @@ class Trainer:
         self._idle = idle
         self._skipped = skipped
         self._stop = stop
+        self._team = team or Team()
         self._step = 0
         self._saved_step = -1
         self._pending: _Pending | None = None
@@ -146,7 +151,8 @@ class Trainer:
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint; False when there is none."""
-        found = self._checkpoints.load()
+        steps = self._team.common(self._checkpoints.steps())
+        found = self._checkpoints.load(steps[-1]) if steps else None
         if found is None:
             return False
         state, tensors = found
@@ -155,6 +161,8 @@ class Trainer:
         self._receiver.restore(state.receiver)
         self._batcher.restore(state.batcher, now=time.monotonic())
         self._step = self._saved_step = state.step
+        # A rank that was quicker may have saved a step that the others lost.
+        self._team.together(lambda: self._checkpoints.discard_after(state.step))
         return True
 
     def _check_lineage(self, state: CheckpointState) -> None:
@@ -192,6 +200,15 @@ class Trainer:
     def _wait_for_groups(self) -> list[Group] | None:
         """Whole groups, fresh enough now; None once asked to stop."""
         began = time.perf_counter()
+        while True:
+            choice = self._team.choose(self._look_for_groups, self._run_id)
+            if choice != "waiting":
+                self._waited += time.perf_counter() - began
+                return choice
+
+    def _look_for_groups(self) -> Choice:
+        """Groups as soon as there are some, but not for long: the others wait for an answer."""
+        until = time.monotonic() + LEADS_EVERY
         want = self._config.groups_per_step
         while not self._stop():
             room = want + READ_AHEAD_GROUPS - self._batcher.whole_groups()
@@ -202,10 +219,11 @@ class Trainer:
                 want, version=self.version, now=time.monotonic(), root_of=self._root_of
             )
             if groups:
-                self._waited += time.perf_counter() - began
                 return groups
             self._settle(block=False)
             self._idle()
+            if time.monotonic() > until:
+                return "waiting"
             time.sleep(POLL_SECONDS)
         return None
 
@@ -235,6 +253,7 @@ class Trainer:
             self._config,
             version=version,
             step=self._step,
+            team=self._team,
         )
         return _Update(groups=groups, version=version, report=report)
 
@@ -242,7 +261,7 @@ class Trainer:
         """Hand the new weights to the publisher; it is durable when the next step is."""
         self._settle(block=True)
         served = self._policy.served()
-        root = served_root(served)
+        root = served_root(served) if self._team.size == 1 else None
         before = time.perf_counter()
         version = self.version + 1
         job = self._publisher.publish_async(served, self._step)
@@ -266,7 +285,7 @@ class Trainer:
     def _reporter(
         self,
         done: _Update,
-        root: str,
+        root: str | None,
         seconds: float,
         dropped: dict[str, tuple[str, ...]],
     ) -> Callable[[PublishReport], StepReport]:
@@ -280,7 +299,7 @@ class Trainer:
             blocked, self._blocked = self._blocked, 0.0
             return StepReport(
                 published=published,
-                root=root,
+                root=published.ref.root if root is None else root,
                 step=step,
                 reward_mean=float(rewards.mean()),
                 reward_std=float(rewards.std()) if len(members) > 1 else 0.0,
@@ -317,5 +336,8 @@ class Trainer:
             receiver=self._receiver.state(),
             batcher=self._batcher.state(now=time.monotonic()),
         )
-        self._checkpoints.save(state, self._policy.state())
+        self._team.together(lambda: self._save(state))
         self._saved_step = self._step
+
+    def _save(self, state: CheckpointState) -> None:
+        self._checkpoints.save(state, self._policy.state())

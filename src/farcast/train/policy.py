@@ -17,6 +17,13 @@ from farcast.formats import canonical_names, served_bf16
 from farcast.train.lora import has_lora, merged_tensors
 from farcast.train.optimizers import STATE_KEYS, Optimizer, hidden_matrices
 from farcast.train.packing import Pack
+from farcast.train.sharding import (
+    average_plain,
+    clip_gradients,
+    is_sharded,
+    local,
+    placed_like,
+)
 from farcast.trajectory import Trajectory
 
 MAX_REWARD = 1e15
@@ -35,6 +42,7 @@ class Policy:
         self._params: list[torch.nn.Parameter] = list(named.values())
         self._buffers = _persistent_buffers(module)
         self._adapted = has_lora(module)
+        self._sharded = any(is_sharded(param) for param in self._params)
         self._masters = [
             p.detach().to(torch.float32, copy=True).requires_grad_() for p in self._params
         ]
@@ -80,7 +88,9 @@ class Policy:
         for master, param in zip(self._masters, self._params, strict=True):
             master.grad = None if param.grad is None else param.grad.float()
             param.grad = None
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._config.grad_clip))
+        if self._sharded:
+            average_plain([master.grad for master in self._masters])
+        norm = clip_gradients(self._masters, self._config.grad_clip)
         if norm == norm and norm != float("inf"):
             self._optimizer.step(step)
         self._optimizer.zero_grad()
@@ -97,18 +107,20 @@ class Policy:
         return served | {name: buffer.detach() for name, buffer in self._buffers.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters and optimizer moments as flat names, for the checkpoint."""
+        """Masters and optimizer moments as flat names, for the checkpoint: of sharded ones, what
+        this rank holds."""
         tensors: dict[str, torch.Tensor] = {}
         for name, master in zip(self._names, self._masters, strict=True):
-            tensors[f"master/{name}"] = master.detach()
+            tensors[f"master/{name}"] = local(master.detach())
             for key, value in self._optimizer.state(master).items():
-                tensors[f"{key}/{name}"] = value
+                tensors[f"{key}/{name}"] = local(value)
         return tensors
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Continue from what `state` gave. Raises `FormatError` when it is of another model."""
         expected = {
-            f"master/{name}": m.shape for name, m in zip(self._names, self._masters, strict=True)
+            f"master/{name}": local(m).shape
+            for name, m in zip(self._names, self._masters, strict=True)
         }
         wrong = [
             k for k, shape in expected.items() if k not in tensors or tensors[k].shape != shape
@@ -116,13 +128,13 @@ class Policy:
         if wrong:
             raise FormatError(
                 f"The checkpoint does not fit this model (for one, {wrong[0][:80]!r}); "
-                "resume with the model that the run was started with."
+                "resume with the model, and on as many ranks, as the run was started with."
             )
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):
-                master.copy_(tensors[f"master/{name}"])
+                local(master).copy_(tensors[f"master/{name}"])
                 keys = [key for key in STATE_KEYS if f"{key}/{name}" in tensors]
-                state = {key: tensors[f"{key}/{name}"] for key in keys}
+                state = {key: placed_like(master, tensors[f"{key}/{name}"]) for key in keys}
                 self._optimizer.restore(master, state)
         self._refresh()
 

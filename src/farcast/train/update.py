@@ -19,6 +19,7 @@ from farcast.train.objectives import (
     fresh_enough,
 )
 from farcast.train.packing import Pack, pack_group, token_ages
+from farcast.train.team import Team
 from farcast.trajectory import Trajectory
 
 
@@ -59,25 +60,33 @@ def update(
     *,
     version: int,
     step: int,
+    team: Team | None = None,
 ) -> UpdateReport:
-    """Train on `groups` under the trainer's `version`; this is optimizer step `step`, from 1."""
+    """Train on `groups` under the trainer's `version`; this is optimizer step `step`, from 1.
+
+    Every rank of a `team` gets all groups, and computes its share of the packs.
+    """
+    team = team or Team()
     size = step_size(groups, version=version, bound=config.mask_staleness)
-    packs = [pack for group in groups for pack in _packs(group, objective, version)]
+    packs = _share([pack for group in groups for pack in _packs(group, objective, version)], team)
     proximal: list[torch.Tensor] = []
     outputs: list[LossOutputs] = []
     grad_norm = 0.0
     for number in range(config.updates_per_step):
         outputs.clear()
-        for index, pack in enumerate(packs):
+        for index, (pack, counts) in enumerate(packs):
             logprobs = learner.logprobs(pack)
             if number == 0:
                 proximal.append(logprobs.detach())
             inputs = loss_inputs(pack, logprobs, proximal[index], objective, config, size)
+            if not counts:
+                inputs = inputs._replace(keep=torch.zeros_like(inputs.keep))
             out = evaluate(objective.surrogate, inputs)
-            out.loss.backward()
-            outputs.append(out._replace(loss=out.loss.detach()))
+            (out.loss * team.size).backward()  # FSDP averages over ranks
+            if counts:
+                outputs.append(out._replace(loss=out.loss.detach()))
         grad_norm = learner.step(step)
-    return _report(outputs, groups, grad_norm)
+    return _report(outputs, groups, grad_norm, team)
 
 
 def step_size(
@@ -120,17 +129,33 @@ def _packs(group: Sequence[Trajectory], objective: Objective, version: int) -> I
     yield from pack_group(group, objective.advantages(rewards).tolist(), version=version)
 
 
+def _share(packs: Sequence[Pack], team: Team) -> list[tuple[Pack, bool]]:
+    """This rank's packs, as many as every other rank has: all take the same collectives. Those
+    that only make up the number do not count."""
+    rounds = -(-len(packs) // team.size)
+    numbers = [team.rank + team.size * i for i in range(rounds)]
+    return [(packs[n], True) if n < len(packs) else (packs[0], False) for n in numbers]
+
+
 def _report(
-    outputs: Sequence[LossOutputs], groups: Sequence[Sequence[Trajectory]], grad_norm: float
+    outputs: Sequence[LossOutputs],
+    groups: Sequence[Sequence[Trajectory]],
+    grad_norm: float,
+    team: Team,
 ) -> UpdateReport:
-    entered = max(sum(out.tokens for out in outputs), 1)
+    columns = [
+        (float(out.loss), out.kl, out.clipped, out.tokens, out.masked, out.left_out)
+        for out in outputs
+    ]
+    own = [sum(column) for column in zip(*columns, strict=True)] if columns else [0.0] * 6
+    loss, kl, clipped, entered, masked, left_out = team.sums(own)
     return UpdateReport(
-        loss=sum(float(out.loss) for out in outputs),
-        kl=sum(out.kl for out in outputs) / entered,
-        clipped=sum(out.clipped for out in outputs) / entered,
-        entered=sum(out.tokens for out in outputs),
-        masked=sum(out.masked for out in outputs),
-        left_out=sum(out.left_out for out in outputs),
+        loss=loss,
+        kl=kl / max(entered, 1),
+        clipped=clipped / max(entered, 1),
+        entered=int(entered),
+        masked=int(masked),
+        left_out=int(left_out),
         tokens=sum(sum(member.loss_mask) for group in groups for member in group),
         grad_norm=grad_norm,
     )
