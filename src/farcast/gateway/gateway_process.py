@@ -14,7 +14,7 @@ from farcast.fleet.registry import Registry
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.gateway.fleet_view import FleetView
-from farcast.gateway.listening import Listener
+from farcast.gateway.listening import Listener, settle_memory
 from farcast.gateway.metrics import Traffic
 from farcast.gateway.router import Router
 from farcast.gateway.tokens import Token
@@ -44,6 +44,7 @@ def serve_gateway(options: GatewayOptions, stop: StopRequest) -> None:
     """Serve until `stop` is requested, then let those in flight finish."""
     store = open_store(options.store_url)
     run_id = open_archive(store).run_id
+    settle_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options, run_id, Registry(store), stop))
 

@@ -4,6 +4,7 @@ One process, one event loop, aiohttp on both sides. Binds loopback unless told o
 """
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,6 +24,15 @@ STALL_SECONDS = 60.0
 back the next version."""
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def settle_memory() -> None:
+    """Call when everything is loaded: the collector of cycles then leaves alone what lives as long
+    as the process. One look at the 50,000 objects of a sidecar took 0.2 s on a busy machine, and
+    nobody is answered meanwhile."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
 
 
 class Refused(Exception):

@@ -1,8 +1,12 @@
 """What a sidecar and a gateway count, for Prometheus."""
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from farcast.engines.following import Commit
 
@@ -10,34 +14,43 @@ _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PAUSES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
-class Traffic:
-    """Requests by route and status. Children are kept, since looking them up costs more than
-    counting."""
+class Traffic(Collector):
+    """Requests by route and status, and how long they took. Plain numbers of the event loop's own
+    thread, put into Prometheus's form when somebody asks: its counters lock at each step."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "farcast_requests", "Requests answered.", ["path", "status"], registry=self.registry
-        )
-        self._seconds = Histogram(
-            "farcast_request_seconds",
-            "Time to the end of an answer.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._children: dict[tuple[str, int], Counter] = {}
-        self.disconnects = Counter(
-            "farcast_disconnects", "Clients that left before the end.", registry=self.registry
-        )
+        self.registry.register(self)
+        self.disconnects = 0
+        """Clients that left before the end."""
+        self._answered: dict[tuple[str, int], int] = {}
+        self._buckets = [0] * (len(_SECONDS) + 1)
+        self._seconds = 0.0
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """`path` is one of a fixed list: a client can't make up new series."""
         key = (path, status)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = self._requests.labels(path, str(status))
-        child.inc()
-        self._seconds.observe(seconds)
+        self._answered[key] = self._answered.get(key, 0) + 1
+        self._buckets[bisect_left(_SECONDS, seconds)] += 1
+        self._seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "farcast_requests", "Requests answered.", labels=["path", "status"]
+        )
+        for (path, status), count in self._answered.items():
+            requests.add_metric([path, str(status)], count)
+        yield requests
+        yield CounterMetricFamily(
+            "farcast_disconnects", "Clients that left before the end.", value=self.disconnects
+        )
+        limits = [*map(str, map(float, _SECONDS)), "+Inf"]
+        yield HistogramMetricFamily(
+            "farcast_request_seconds",
+            "Time to the end of an answer.",
+            buckets=list(zip(limits, accumulate(self._buckets), strict=True)),
+            sum_value=self._seconds,
+        )
 
     def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
         Gauge(name, help, registry=self.registry).set_function(value)

@@ -119,7 +119,7 @@ class Router:
             status = 400
             raise Refused(400, "BadRequest", str(error)) from error
         except (asyncio.CancelledError, ClientGoneError):
-            self._traffic.disconnects.inc()
+            self._traffic.disconnects += 1
             raise
         finally:
             self.in_flight -= 1

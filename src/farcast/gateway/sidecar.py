@@ -136,7 +136,7 @@ class Sidecar:
             status = 400
             raise Refused(400, "BadRequest", str(error)) from error
         except (asyncio.CancelledError, ClientGoneError):
-            self._traffic.disconnects.inc()
+            self._traffic.disconnects += 1
             raise
         finally:
             self._traffic.answered(route.path, status, time.perf_counter() - began)

@@ -26,7 +26,7 @@ from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.gateway.backends import Backend, open_backend
 from farcast.gateway.engine_watch import EngineWatch
-from farcast.gateway.listening import Listener
+from farcast.gateway.listening import Listener, settle_memory
 from farcast.gateway.metrics import Commits, Traffic
 from farcast.gateway.routes import ROUTES
 from farcast.gateway.sidecar import Sidecar
@@ -58,6 +58,7 @@ def serve_replica(options: SidecarOptions, stop: StopRequest) -> None:
     )
     subscriber = Subscriber(store, run_id, backend.target)
     sys.setswitchinterval(SWITCH_SECONDS)
+    settle_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Process(options, store, backend, subscriber).run(stop))
 
