@@ -133,6 +133,17 @@ class Publisher:
         return None if newest is None else newest.ref
 
     @property
+    def newest_step(self) -> int | None:
+        """Optimizer steps that `newest` has taken."""
+        newest = self._newest
+        return None if newest is None else newest.step
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank publishes its own shards, through `comms`."""
+        return self._sharded is not None
+
+    @property
     def _newest(self) -> Manifest | None:
         if self._sharded is not None:
             return self._sharded.newest
