@@ -10,6 +10,7 @@ import zstandard
 from golden_inputs import FOLDER, files
 
 from farcast.delta import Patch, TensorBits, blocks, conditioned, encode_bits, writing
+from farcast.delta.applying import Blob
 from farcast.delta.conditioned import field_of
 from farcast.delta.container import (
     MAX_HEADER_BYTES,
@@ -66,16 +67,18 @@ def worked_example() -> tuple[TensorBits, TensorBits]:
 
 def test_the_worked_block() -> None:
     base, target = worked_example()
-    layout, classes = blocks.Layout.of(16, 16), conditioned.Classes(field_of("BF16"), 127, 128)
-    found = blocks.survey(base.data, target.data, layout, 0, classes)
+    classes = conditioned.Classes(field_of("BF16"), 127, 128)
+    found = blocks.survey(base.data, target.data, 16, classes)
     rows = np.array([[2, 31, 31, 2, 1], [0, 31, 31, 1, 0]], np.uint8)
     table = conditioned.Parameters(127, 128, rows)
     assert table.pack() == hex_of("A table")
-    block = blocks.write_block(found, 0, rows, base.data, target.data, layout, 0, classes)
+    sides = (base.data, target.data)
+    block = blocks.write_block(found, 0, rows, lambda: sides, 16, 16, classes)
     assert block == hex_of("A block")
     buffer = base.data.copy()
     data = np.frombuffer(block + bytes(8), np.uint8)
-    blob = blocks.Blob(data, [(0, len(block))], layout, field_of("BF16"), [table])
+    layout = blocks.Layout.of(16, 16)
+    blob = Blob(data, [(0, len(block))], layout, field_of("BF16"), [table])
     assert blob.apply(buffer, 3).changed == 3
     assert buffer.tobytes() == target.data.tobytes()
 

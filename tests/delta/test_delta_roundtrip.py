@@ -65,6 +65,20 @@ def test_every_bit_pattern_of_16_bits_and_every_step(dtype: str) -> None:
         applied(base, target)
 
 
+@pytest.mark.parametrize("share", [0.02, 1])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_steps_of_every_size(width: int, share: float) -> None:
+    """Up to half the way round, where up and down are the same."""
+    chance = np.random.default_rng(width)
+    base = np.frombuffer(chance.bytes(2000 * width), f"<u{width}")
+    step = np.uint64(1) << chance.integers(0, 8 * width, base.size).astype(np.uint64)
+    step -= chance.integers(0, 2, base.size).astype(np.uint64)
+    step[chance.random(base.size) >= share] = 0
+    target = base + step.astype(base.dtype)
+    dtype = f"U{8 * width}"
+    applied(*(TensorBits(dtype, base.shape, words.view(np.uint8)) for words in (base, target)))
+
+
 def test_zero_dimensions_and_nothing_at_all() -> None:
     base = {"scalar": np.float32(1.0), "empty": np.empty((0, 3)), "same": np.ones(4)}
     target = {"scalar": np.float32(2.0), "empty": np.empty((0, 3)), "same": np.ones(4)}

@@ -13,8 +13,7 @@ turned out malformed, or made for another base, is taken back.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -26,7 +25,7 @@ import numpy.typing as npt
 
 from farcast.delta.bits import Bytes, Words, as_words
 from farcast.delta.coding import decode_full, encode_full
-from farcast.delta.conditioned import PLAIN, Classes, Field, Parameters, Table, checked_classes
+from farcast.delta.conditioned import Classes, Field, Parameters, Table, checked_classes
 from farcast.delta.container import MAX_BLOCK_WORDS, MAX_TABLES
 from farcast.errors import FormatError, IntegrityError
 
@@ -37,15 +36,13 @@ SAME, PLANES, RAW, DENSE = 252, 253, 254, 255
 WEIGHED_TABLES = 8
 """The newest tables that a writer weighs for a block: neighbours resemble each other most."""
 
-DENSE_FROM = 4
-"""A block of which one word in so many changed is also coded densely: below, gaps are smaller."""
-
 MAX_CHANGE_BYTES = 48
 """Four numbers of at most 94 bits and a sign."""
 
 SPARE = 104
 """Bytes that the kernels may run past what they are asked for."""
 
+Ranks: TypeAlias = npt.NDArray[np.uint32]
 Places: TypeAlias = npt.NDArray[np.int64]
 Changes: TypeAlias = npt.NDArray[np.uint64]
 
@@ -135,21 +132,14 @@ def _constant(data: Bytes, bits: int) -> Words:
     return view
 
 
-class _View(NamedTuple):
-    """The words of one block: `words[lo:hi]`, each in a word of its own."""
-
-    words: Words
-    lo: int
-    hi: int
-
-
-def _view(data: Bytes, layout: Layout, index: int, room: int) -> _View:
-    lo, hi = layout.bounds(index)
-    if layout.bits != 4:
-        return _View(_constant(data, layout.bits), lo, hi)
-    codes = _scratch().codes[room]
-    _kernels().unpack(data, lo, hi, codes)
-    return _View(_constant(codes, 8), 0, hi - lo)
+def words_in(part: Bytes, bits: int, room: int = 0) -> Words:
+    """The words of a block, each in a word of its own: a view, or codes unpacked into one of the
+    thread's two rooms, where they stay until it is used again."""
+    if bits != 4:
+        return _constant(part, bits)
+    codes = _scratch().codes[room][: 2 * part.size]
+    _kernels().unpack(part, codes)
+    return _constant(codes, 8)
 
 
 class Survey(NamedTuple):
@@ -160,32 +150,56 @@ class Survey(NamedTuple):
     size: npt.NDArray[np.uint64]
     own: Table
 
-    @property
-    def changed(self) -> int:
-        return self.gap.size
+    changed: int
+    dense: bool = False
+    """So much changed that the events were not kept."""
 
 
-def survey(old: Bytes, new: Bytes, layout: Layout, index: int, classes: Classes) -> Survey:
-    """Find the changes of one block."""
+def survey(old: Bytes, new: Bytes, bits: int, classes: Classes) -> Survey:
+    """Find the changes of one block, given its bytes."""
     held = _scratch()
-    before, after = _view(old, layout, index, 0), _view(new, layout, index, 1)
+    before, after = words_in(old, bits, 0), words_in(new, bits, 1)
     own = np.zeros((classes.number, 5), np.uint8)
     found = int(
         _kernels().survey(
-            before.words, after.words, before.lo, before.hi, layout.bits, *classes.arguments,
+            before, after, bits, *classes.arguments,
             *held.events, held.bounds, held.gap, held.size, own,
         )
     )  # fmt: skip
-    if not found:
-        return Survey(_EMPTY_BOUNDS, held.gap[:0], held.size[:0], own)
-    return Survey(held.bounds.copy(), held.gap[:found].copy(), held.size[:found].copy(), own)
+    return _surveyed(found, own)
+
+
+def survey_events(
+    events: tuple[Bytes, Ranks, Changes], words: int, bits: int, classes: Classes
+) -> Survey:
+    """The survey of a block whose events - class, rank, change in order of position - were found
+    elsewhere."""
+    held, kernels = _scratch(), _kernels()
+    found = events[0].size
+    own = np.zeros((classes.number, 5), np.uint8)
+    if found * kernels.DENSE_FROM > words:
+        found = -found
+    if found > 0:
+        kernels.arrange(found, *events, bits, held.bounds, held.gap, held.size)
+        kernels.fit(classes.number, held.bounds, held.gap, held.size, own)
+    return _surveyed(found, own)
+
+
+def _surveyed(found: int, own: Table) -> Survey:
+    held = _scratch()
+    if found <= 0:
+        return Survey(_EMPTY_BOUNDS, held.gap[:0], held.size[:0], own, -found, found < 0)
+    gap, size = held.gap[:found].copy(), held.size[:found].copy()
+    return Survey(held.bounds.copy(), gap, size, own, found)
 
 
 _EMPTY_BOUNDS = np.zeros(257, np.int64)
 
 
 def block_cost(found: Survey) -> int:
-    """Bits of a block with its own parameters."""
+    """Bits of a block with its own parameters, about."""
+    if found.dense:
+        return 8 * found.changed
     cost = int(_kernels().cost_of(len(found.own), *found[:3], found.own))
     return cost + found.changed
 
@@ -204,8 +218,8 @@ class Tables:
         return tuple(parameters.pack() for _, parameters in self._kept)
 
     def rows(self, index: int) -> Table:
-        """Parameters of a table; none of `RAW`."""
-        return _NO_ROWS if index == RAW else self._kept[index][1].rows
+        """Parameters of a table; none of `DENSE`."""
+        return _NO_ROWS if index == DENSE else self._kept[index][1].rows
 
     def add_common(self, blocks: list[Survey], classes: Classes) -> None:
         """A table that suits several blocks together."""
@@ -223,7 +237,10 @@ class Tables:
         self._kept.append((classes, Parameters(classes.first, classes.last, row)))
 
     def choose(self, found: Survey, classes: Classes) -> int:
-        """The table for a block: one of the newest, or its own if that saves more than it takes."""
+        """The table for a block: one of the newest, or its own if that saves more than it takes;
+        `DENSE` for a block that needs none, or when there are too many."""
+        if found.dense:
+            return DENSE
         cost_of, events = _kernels().cost_of, (classes.number, *found[:3])
         likely = [i for i, (kind, _) in enumerate(self._kept) if kind == classes]
         costs = [(int(cost_of(*events, self.rows(i))), i) for i in likely[-WEIGHED_TABLES:]]
@@ -234,48 +251,125 @@ class Tables:
             if saved <= 8 * own.nbytes or len(self._kept) == MAX_TABLES:
                 return best
         if len(self._kept) == MAX_TABLES:
-            return RAW
+            return DENSE
         self._kept.append((classes, own))
         return len(self._kept) - 1
 
 
 def write_block(
-    found: Survey, table: int, rows: Table, old: Bytes, new: Bytes, layout: Layout,
-    index: int, classes: Classes,
+    found: Survey, table: int, rows: Table, sides: Callable[[], tuple[Bytes, Bytes]],
+    nbytes: int, bits: int, classes: Classes,
 ) -> bytes:  # fmt: skip
-    """One block in its smallest form: never over a byte larger than its words."""
-    lo, hi = layout.bounds(index)
-    span = layout.span(index)
-    raw = span.stop - span.start
-    best: bytes | None = None
-    if table != RAW:
-        room = _scratch().room(min(raw, MAX_CHANGE_BYTES * found.changed + 64 * len(rows)) + SPARE)
+    """One block, never over a byte larger than its `nbytes`. `sides` gives its old and new bytes;
+    a sparse block does without."""
+    if table < MAX_TABLES:
+        most = min(nbytes, MAX_CHANGE_BYTES * found.changed + 64 * len(rows))
+        room = _scratch().room(most + SPARE)
         room[0] = table
         end = int(_kernels().write(len(rows), *found[:3], rows, room, 1))
-        best = room[:end].tobytes() if 0 < end <= raw else None
-    if best is None or found.changed * DENSE_FROM > hi - lo:
-        dense = _write_dense(old, new, layout, index, classes)
-        if dense is not None and (best is None or len(dense) < len(best)):
-            best = dense
-    return best if best is not None else bytes((RAW,)) + new[span].tobytes()
+        if 0 < end <= nbytes:
+            return room[:end].tobytes()
+    old, new = sides()
+    dense = _write_dense(old, new, bits, classes)
+    return dense if dense is not None else bytes((RAW,)) + new.tobytes()
 
 
-def _write_dense(
-    old: Bytes, new: Bytes, layout: Layout, index: int, classes: Classes
-) -> bytes | None:
-    before, after = _view(old, layout, index, 0), _view(new, layout, index, 1)
-    span = layout.span(index)
-    raw = span.stop - span.start
+def _write_dense(old: Bytes, new: Bytes, bits: int, classes: Classes) -> bytes | None:
+    before, after = words_in(old, bits, 0), words_in(new, bits, 1)
     held = _scratch()
-    room = held.room(raw + SPARE)
+    room = held.room(new.size + SPARE)
     room[:3] = DENSE, classes.first, classes.last
     end = int(
-        _kernels().write_dense(
-            before.words, after.words, before.lo, before.hi, layout.bits, *classes.arguments,
-            held.events[0], room, 3,
+        _kernels().write_dense(before, after, bits, *classes.arguments, held.events[0], room, 3)
+    )
+    return room[:end].tobytes() if 0 < end <= new.size else None
+
+
+def write_whole(part: Bytes, width: int, signed: bool) -> bytes:
+    """A block that needs no base: byte planes, or the words where those are not smaller."""
+    planes = encode_full(part, width, signed=signed)
+    return bytes((PLANES,)) + planes if len(planes) < part.size else bytes((RAW,)) + part.tobytes()
+
+
+def read_whole(block: Bytes, size: int, width: int, signed: bool) -> Bytes:
+    """The `size` new bytes of a block that needs no base."""
+    kind, body = int(block[0]), block[1:]
+    if kind == PLANES:
+        return decode_full(body.data, size, width, signed=signed)
+    if kind != RAW or body.size != size:
+        raise FormatError("A delta's block has a wrong kind or size; fetch it again.")
+    return body
+
+
+class Events(NamedTuple):
+    """The changes of a sparse block as they are read: `bounds[k]:bounds[k + 1]` are those of class
+    k. Views of the thread's scratch: valid until the next block."""
+
+    bounds: npt.NDArray[np.int64]
+    ranks: Ranks
+    changes: Changes
+
+
+def read_events(
+    data: Bytes, start: int, end: int, words: int, table: Parameters, most: int
+) -> Events:
+    """Read the body `data[start:end]` of a sparse block of `words` with at most `most` changes;
+    at least 8 bytes follow it in `data`."""
+    held = _scratch()
+    _, ranks, changes = held.events
+    room = max(0, min(most, words))
+    ranks, changes = ranks[:room], changes[:room]
+    found = int(
+        _kernels().parse(
+            data, start, end, words, len(table.rows), table.rows, held.bounds, ranks, changes
         )
-    )  # fmt: skip
-    return room[:end].tobytes() if 0 < end <= raw else None
+    )
+    if found < 0:
+        raise FormatError("A delta's block is malformed; fetch it again or refuse its source.")
+    return Events(held.bounds, ranks[:found], changes[:found])
+
+
+def place(events: Events, old: Bytes, bits: int, classes: Classes) -> Places:
+    """Which words of a block, whose old bytes are given, the events change."""
+    words = words_in(old, bits)
+    places = np.empty(events.ranks.size, np.int64)
+    found = _kernels().place(
+        words, *classes.arguments, events.bounds, events.ranks, _chosen(), places
+    )
+    if found < 0:
+        raise IntegrityError(
+            "A delta's changes do not fit the base: it is another version; rebuild from an anchor."
+        )
+    return places
+
+
+def read_dense(
+    data: Bytes, start: int, end: int, old: Bytes, bits: int, field: Field
+) -> tuple[Bytes, int]:
+    """The new bytes of a dense block whose old bytes are given, and how many words changed."""
+    if start + 2 > end:
+        raise FormatError("A delta's block is malformed; fetch it again or refuse its source.")
+    classes = checked_classes(field, int(data[start]), int(data[start + 1]))
+    words = words_in(old, bits)
+    new = np.empty(words.size, words.dtype)
+    changed = int(_kernels().read_dense(data, start + 2, end, words, new, bits, *classes.arguments))
+    if changed < 0:
+        raise FormatError("A delta's block is malformed; fetch it again or refuse its source.")
+    if bits != 4:
+        return new.view(np.uint8), changed
+    packed = np.empty(old.size, np.uint8)
+    _kernels().pack(new, packed)
+    return packed, changed
+
+
+def move(part: Bytes, bits: int, places: Places, changes: Changes, *, back: bool = False) -> None:
+    """Add the changes to words of a block, or take them back."""
+    if bits == 4:
+        _kernels().add_codes(part, places, changes, -1 if back else 1)
+        return
+    words = as_words(part, bits // 8)
+    steps = changes.astype(words.dtype)
+    words[places] += (~steps + steps.dtype.type(1)) if back else steps
 
 
 def join(blocks: list[bytes]) -> bytes:
@@ -295,176 +389,3 @@ def split(data: Bytes, start: int, end: int, count: int) -> list[tuple[int, int]
     if any(a >= b for a, b in spans):
         raise FormatError("A delta's blocks do not fill their tensor; fetch it again.")
     return spans
-
-
-class Applied:
-    """Changes made to a tensor in place, and the way back."""
-
-    def __init__(self, buffer: Bytes, layout: Layout) -> None:
-        self._buffer, self.layout = buffer, layout
-        self._sparse: list[tuple[Places, Changes]] = []
-        self._whole: list[tuple[slice, Bytes]] = []
-        self.changed = 0
-
-    def add(self, place: Places, change: Changes) -> None:
-        self._move(place, change, back=False)
-        self._sparse.append((place, change))
-        self.changed += place.size
-
-    def overwrite(self, index: int, new: Bytes, changed: int | None = None) -> None:
-        span = self.layout.span(index)
-        old = self._buffer[span].copy()
-        self._whole.append((span, old))
-        self._buffer[span] = new
-        self.changed += self._differing(old, new) if changed is None else changed
-
-    def _differing(self, old: Bytes, new: Bytes) -> int:
-        if self.layout.bits == 4:
-            both = old ^ new
-            return int(np.count_nonzero(both & 15) + np.count_nonzero(both >> 4))
-        width = self.layout.bits // 8
-        return int(np.count_nonzero(as_words(old, width) != as_words(new, width)))
-
-    def undo(self) -> None:
-        """Give the buffer its old bits again."""
-        for place, change in self._sparse:
-            self._move(place, change, back=True)
-        for span, old in self._whole:
-            self._buffer[span] = old
-        self._sparse, self._whole, self.changed = [], [], 0
-
-    def _move(self, place: Places, change: Changes, *, back: bool) -> None:
-        if self.layout.bits == 4:
-            _kernels().add_codes(self._buffer, place, change, -1 if back else 1)
-            return
-        words = as_words(self._buffer, self.layout.bits // 8)
-        steps = change.astype(words.dtype)
-        words[place] += (~steps + steps.dtype.type(1)) if back else steps
-
-
-@dataclass(frozen=True)
-class Blob:
-    """The blocks of one tensor inside a container's bytes, ready to be applied."""
-
-    data: Bytes
-    spans: list[tuple[int, int]]
-    layout: Layout
-    field: Field
-    tables: list[Parameters]
-
-    def apply(self, buffer: Bytes, changed: int) -> Applied:
-        """Change the whole tensor in `buffer`, in place, or leave it as it was and raise."""
-        applied = Applied(buffer, self.layout)
-        with self._undone_on_error(applied):
-            for index in range(len(self.spans)):
-                self._apply_block(index, index, applied, buffer, changed - applied.changed)
-            if applied.changed != changed:
-                raise FormatError(
-                    "A delta has another number of changes than it says; fetch it again."
-                )
-        return applied
-
-    def apply_range(self, first: int, last: int, buffer: Bytes) -> Applied:
-        """Apply the blocks `first <= index < last` to a buffer that holds just their words."""
-        lo = self.layout.bounds(first)[0]
-        part = Layout(self.layout.bits, self.layout.bounds(last - 1)[1] - lo, self.layout.block)
-        applied = Applied(buffer, part)
-        with self._undone_on_error(applied):
-            for index in range(first, last):
-                self._apply_block(index, index - first, applied, buffer, self.layout.words)
-        return applied
-
-    @contextmanager
-    def _undone_on_error(self, applied: Applied) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            applied.undo()
-            raise
-
-    def _apply_block(self, index: int, at: int, applied: Applied, buffer: Bytes, most: int) -> None:
-        """Apply block `index`, of at most `most` changes, which is block `at` of the buffer."""
-        start, end = self.spans[index]
-        kind = int(self.data[start])
-        if end + 8 > self.data.size:
-            raise FormatError("A delta ends inside its tensors; fetch it again.")
-        if kind == SAME:
-            if end - start != 1:
-                raise FormatError("A delta's block has a wrong size; fetch it again.")
-        elif kind == DENSE:
-            self._apply_dense(start + 1, end, at, applied, buffer)
-        elif kind in (RAW, PLANES):
-            new = whole_block(self.data[start:end], applied.layout, at, self.field != PLAIN)
-            applied.overwrite(at, new)
-        elif kind < len(self.tables):
-            self._apply_sparse(self.tables[kind], start + 1, end, at, applied, buffer, most)
-        else:
-            raise FormatError("A delta lacks the table of a block; refuse its source.")
-
-    def _apply_dense(self, start: int, end: int, at: int, applied: Applied, buffer: Bytes) -> None:
-        if start + 2 > end:
-            raise FormatError("A delta's block is malformed; fetch it again or refuse its source.")
-        classes = checked_classes(self.field, int(self.data[start]), int(self.data[start + 1]))
-        layout = applied.layout
-        view = _view(buffer, layout, at, 0)
-        new = np.empty(view.hi - view.lo, view.words.dtype)
-        changed = int(
-            _kernels().read_dense(
-                self.data, start + 2, end, view.words, new, view.lo, view.hi,
-                layout.bits, *classes.arguments,
-            )
-        )  # fmt: skip
-        if changed < 0:
-            raise FormatError("A delta's block is malformed; fetch it again or refuse its source.")
-        out = new.view(np.uint8)
-        if layout.bits == 4:
-            out = np.empty(new.size // 2, np.uint8)
-            _kernels().pack(new, out, 0, new.size)
-        applied.overwrite(at, out, changed)
-
-    def _apply_sparse(
-        self, table: Parameters, start: int, end: int, at: int, applied: Applied,
-        buffer: Bytes, most: int,
-    ) -> None:  # fmt: skip
-        view = _view(buffer, applied.layout, at, 0)
-        held = _scratch()
-        room = max(0, min(most, view.hi - view.lo))
-        places = np.empty(room, np.int64)
-        _, ranks, changes = held.events
-        found = int(
-            _kernels().place_all(
-                self.data, start, end, view.words, view.lo, view.hi,
-                *table.classes(self.field).arguments, table.rows,
-                held.bounds, ranks[:room], changes[:room], places, _chosen(),
-            )
-        )  # fmt: skip
-        if found == _kernels().OTHER_BASE:
-            raise IntegrityError(
-                "A delta's changes do not fit the base: it is another version; rebuild from an "
-                "anchor."
-            )
-        if found < 0:
-            raise FormatError("A delta's block is malformed; fetch it again or refuse its source.")
-        places = places[:found]
-        if applied.layout.bits == 4:
-            places += applied.layout.bounds(at)[0]
-        applied.add(places, changes[:found].copy())
-
-
-def whole_block(data: Bytes, layout: Layout, index: int, signed: bool) -> Bytes:
-    """The new bytes of a block that needs no base."""
-    span = layout.span(index)
-    size = span.stop - span.start
-    kind, body = int(data[0]), data[1:]
-    if kind == PLANES:
-        return decode_full(body.data, size, max(1, layout.bits // 8), signed=signed)
-    if kind != RAW or body.size != size:
-        raise FormatError("A delta's block has a wrong kind or size; fetch it again.")
-    return body
-
-
-def write_whole(new: Bytes, layout: Layout, index: int, signed: bool) -> bytes:
-    """A block that needs no base: byte planes, or the words where those are not smaller."""
-    part = new[layout.span(index)]
-    planes = encode_full(part, max(1, layout.bits // 8), signed=signed)
-    return bytes((PLANES,)) + planes if len(planes) < part.size else bytes((RAW,)) + part.tobytes()

@@ -124,14 +124,14 @@ def field_of(dtype: str) -> Field:
 
 
 def classes_of(field: Field, samples: list[Words]) -> Classes:
-    """The classes worth telling apart: the `USED_CLASSES` up to where a fiftieth lies above."""
+    """The classes worth telling apart: the `USED_CLASSES` up to where a fiftieth lies above.
+
+    `samples` are words of the base."""
     if field == PLAIN:
         return Classes(field, 0, 0)
     seen = np.zeros(256, np.int64)
-    step = max(1, sum(words.size for words in samples) >> 14)
     for words in samples:
-        picked = words[::step].astype(np.uint64)
-        codes = (picked >> np.uint64(field.shift)) & np.uint64(field.mask)
+        codes = (words.astype(np.uint64) >> np.uint64(field.shift)) & np.uint64(field.mask)
         seen += np.bincount(codes.astype(np.int64), minlength=256)
     above = np.cumsum(seen[::-1])[::-1]
     over = np.flatnonzero(above * 50 > above[0])

@@ -31,6 +31,10 @@ MAX_PARAMETER = 24
 NO_RUNS = 31
 """The parameter that says a class has no run-length coding of zero gaps."""
 
+DENSE_FROM = 4
+"""A block of which more than one word in so many changed is coded densely. Both codings take the
+same there, and gaps cost more time the more there are."""
+
 RARE = 1000
 """Classes that together hold one word in so many are counted one by one, the others by masks: a
 branch that is taken once in twenty groups costs less than a class more in every group."""
@@ -41,7 +45,6 @@ FITTED = 128
 NEVER = 1 << 40
 TOO_LARGE = -1
 MALFORMED = -2
-OTHER_BASE = -3
 
 
 def _byte_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any, bits: int) -> Any:
@@ -187,12 +190,12 @@ def _class(word, shift, mask, first, last):
 
 
 @njit(nogil=True, cache=True)
-def sample(words, lo, hi, shift, mask, first, last):
+def sample(words, shift, mask, first, last):
     """From which class on classes are frequent in a block, by about 1024 evenly spaced words."""
     seen = np.zeros(256, np.int64)
-    step = max(1, (hi - lo) // 1024)
+    step = max(1, words.size // 1024)
     total = 0
-    for i in range(lo, hi, step):
+    for i in range(0, words.size, step):
         seen[_class(words[i], shift, mask, first, last)] += 1
         total += 1
     cut, below = 0, 0
@@ -203,19 +206,29 @@ def sample(words, lo, hi, shift, mask, first, last):
 
 
 @njit(nogil=True, cache=True)
-def find(
-    old, new, lo, hi, bits, shift, mask, first, last, cut, event_class, event_rank, event_change
-):
-    """Changed words of `lo <= i < hi`: class, rank among its class in the block, new - old modulo
-    a width of `bits`. Ascending. Returns their number. The event arrays hold `hi - lo` each.
+def _count(old, new):
+    """Words that differ."""
+    found = np.int64(0)
+    for i in range(old.size):
+        found += old[i] != new[i]
+    return found
+
+
+@njit(nogil=True, cache=True)
+def find(old, new, bits, shift, mask, first, last, cut, event_class, event_rank, event_change):
+    """Changed words of a block: class, rank among its class in the block, new - old modulo a width
+    of `bits`. Ascending. Returns their number; where the block turns out dense, less their number,
+    and the events are of no use. The event arrays hold a block each.
     """
     counts = np.zeros(256, np.int64)
     classes = np.empty(64, np.uint8)
     width = _width(bits)
-    found = 0
-    whole = lo + (hi - lo) // 64 * 64
-    for at in range(lo, whole, 64):
+    found, most = 0, old.size // DENSE_FROM
+    whole = old.size // 64 * 64
+    for at in range(0, whole, 64):
         changed = _differ(old, new, at)
+        if found > most:
+            return -_count(old, new)
         _classes(old, at, shift, mask, first, last, classes)
         while changed != 0:
             bit = _lowest(changed)
@@ -232,7 +245,7 @@ def find(
             rare &= rare - np.uint64(1)
         for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
             counts[k] += _ones(_equal(classes, np.uint8(k)))
-    for at in range(whole, hi):
+    for at in range(whole, old.size):
         k = _class(old[at], shift, mask, first, last)
         if old[at] != new[at]:
             event_class[found], event_rank[found] = k, counts[k]
@@ -251,8 +264,6 @@ def _width(bits):
 def survey(
     old,
     new,
-    lo,
-    hi,
     bits,
     shift,
     mask,
@@ -266,12 +277,12 @@ def survey(
     size,
     row,
 ):
-    """`find`, `arrange` and `fit` for one block; returns the number of changed words."""
-    cut = sample(old, lo, hi, shift, mask, first, last)
+    """`find`, `arrange` and `fit` for one block; returns what `find` does."""
+    cut = sample(old, shift, mask, first, last)
     found = find(
-        old, new, lo, hi, bits, shift, mask, first, last, cut, event_class, event_rank, event_change
+        old, new, bits, shift, mask, first, last, cut, event_class, event_rank, event_change
     )
-    if found:
+    if found > 0:
         arrange(found, event_class, event_rank, event_change, bits, bounds, gap, size)
         fit(np.int64(last) + 1, bounds, gap, size, row)
     return found
@@ -279,8 +290,8 @@ def survey(
 
 @njit(nogil=True, cache=True)
 def arrange(found, event_class, event_rank, event_change, bits, bounds, gap, size):
-    """Sort events by class: `bounds[k]:bounds[k+1]` of `gap` and of `size`, which is twice the
-    size of the difference (the shorter way round a width of `bits`), plus one for down."""
+    """Sort events by class: `bounds[k]:bounds[k+1]` of `gap` and of `size`: the size of the
+    difference (the shorter way round a width of `bits`) less one, and its sign as lowest bit."""
     top = np.uint64(1) << np.uint64(bits - 1)
     width = _width(bits)
     bounds[:] = 0
@@ -299,9 +310,9 @@ def arrange(found, event_class, event_rank, event_change, bits, bounds, gap, siz
         before[k] = rank
         change = event_change[i]
         if change > top:
-            size[j] = (((np.uint64(0) - change) & width) << np.uint64(1)) | np.uint64(1)
+            size[j] = ((~change & width) << np.uint64(1)) | np.uint64(1)
         else:
-            size[j] = change << np.uint64(1)
+            size[j] = (change - np.uint64(1)) << np.uint64(1)
 
 
 MAX_GOLOMB = 30
@@ -421,7 +432,7 @@ def _fit_sizes(size, lo, hi, row):
         return
     total, larger = np.uint64(0), np.int64(0)
     for j in range(lo, hi):
-        one_less = (size[j] >> np.uint64(1)) - np.uint64(1)
+        one_less = size[j] >> np.uint64(1)
         total += min(one_less, np.uint64(1 << 32))
         larger += one_less != 0
     start = _near(total, hi - lo)
@@ -444,7 +455,7 @@ def _fit_sizes(size, lo, hi, row):
 def plain_cost(size, lo, hi, g):
     bits = np.int64(0)
     for j in range(lo, hi):
-        bits += _length((size[j] >> np.uint64(1)) - np.uint64(1), g)
+        bits += _length(size[j] >> np.uint64(1), g)
     return bits
 
 
@@ -461,10 +472,10 @@ def larger_cost(size, lo, hi, r, g):
     bits, ones, larger = np.int64(0), np.int64(0), np.int64(0)
     for j in range(lo, hi):
         value = size[j] >> np.uint64(1)
-        if value == 1:
+        if value == 0:
             ones += 1
         else:
-            bits += _length(np.uint64(ones), r) + _length(value - np.uint64(2), g)
+            bits += _length(np.uint64(ones), r) + _length(value - np.uint64(1), g)
             larger += 1
             ones = 0
     return bits + _length(np.uint64(larger), 2 * larger_parameter(hi - lo, r))
@@ -551,7 +562,7 @@ def _put_golomb(out, at, value, g, held, fill):
 def _ones_ahead(size, j, end):
     """How many of `size[j:end]` are differences of one before the first that is not."""
     n = 0
-    while j + n < end and size[j + n] >> np.uint64(1) == 1:
+    while j + n < end and size[j + n] >> np.uint64(1) == 0:
         n += 1
     return n
 
@@ -573,7 +584,7 @@ def _write_class(lo, hi, gap, size, row, out, limit, at, held, fill):
     if r != NO_RUNS:
         larger = np.int64(0)
         for j in range(lo, hi):
-            larger += size[j] >> np.uint64(1) != 1
+            larger += size[j] >> np.uint64(1) != 0
         parameter = 2 * larger_parameter(hi - lo, r)
         at, held, fill = _put_golomb(out, at, np.uint64(larger), parameter, held, fill)
         ones = NEVER
@@ -607,9 +618,9 @@ def _write_class(lo, hi, gap, size, row, out, limit, at, held, fill):
             zeros -= 1
         value = size[j] >> np.uint64(1)
         if r == NO_RUNS:
-            at, held, fill = _put_golomb(out, at, value - np.uint64(1), m, held, fill)
+            at, held, fill = _put_golomb(out, at, value, m, held, fill)
         elif ones == 0:
-            at, held, fill = _put_golomb(out, at, value - np.uint64(2), m, held, fill)
+            at, held, fill = _put_golomb(out, at, value - np.uint64(1), m, held, fill)
             larger -= 1
             ones = NEVER
             if larger:
@@ -829,7 +840,7 @@ def _select(mask, rank, chosen):
 
 
 @njit(nogil=True, cache=True)
-def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, chosen, place):
+def locate(words, shift, mask, first, last, cut, bounds, rank, chosen, place):
     """Turn the ranks of one block's events into positions in `place`; writes no word.
 
     Returns 0, or MALFORMED where a class has fewer words than its events ask for.
@@ -840,8 +851,8 @@ def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, chosen, p
     for k in range(np.int64(last) + 1):
         if bounds[k] < bounds[k + 1]:
             left[k] = rank[bounds[k]]
-    whole = lo + (hi - lo) // 64 * 64
-    for at in range(lo, whole, 64):
+    whole = words.size // 64 * 64
+    for at in range(0, whole, 64):
         _classes(words, at, shift, mask, first, last, classes)
         rare = _below(classes, np.uint8(cut))
         while rare != 0:
@@ -868,7 +879,7 @@ def locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, chosen, p
             while left[k] < 0:
                 bit = _select(same, left[k] + total, chosen)
                 left[k] += _hit(k, at + bit, following, bounds, rank, place)
-    for at in range(whole, hi):
+    for at in range(whole, words.size):
         k = _class(words[at], shift, mask, first, last)
         if left[k] == 0:
             left[k] += _hit(k, at, following, bounds, rank, place)
@@ -891,60 +902,25 @@ def _hit(k, at, following, bounds, rank, place):
 
 
 @njit(nogil=True, cache=True)
-def place_all(
-    data,
-    start,
-    end,
-    words,
-    lo,
-    hi,
-    shift,
-    mask,
-    first,
-    last,
-    row,
-    bounds,
-    rank,
-    change,
-    place,
-    chosen,
-):
-    """Read one block and find the words it changes. Returns their number, MALFORMED where the
-    bytes are no block, OTHER_BASE where a class has too few words; nothing is changed yet."""
-    found = parse(data, start, end, hi - lo, np.int64(last) + 1, row, bounds, rank, change)
-    if found < 0:
-        return found
-    cut = sample(words, lo, hi, shift, mask, first, last)
-    if locate(words, lo, hi, shift, mask, first, last, cut, bounds, rank, chosen, place) < 0:
-        return OTHER_BASE
-    return found
+def place(words, shift, mask, first, last, bounds, rank, chosen, places):
+    """`locate` of a whole block."""
+    cut = sample(words, shift, mask, first, last)
+    return locate(words, shift, mask, first, last, cut, bounds, rank, chosen, places)
 
 
 @njit(nogil=True, cache=True)
-def add(words, place, change):
-    """`words[place] += change`, modulo the width. Every place was formed by `locate`."""
-    width = _width(words.itemsize * 8)
-    for j in range(place.size):
-        i = place[j]
-        words[i] = (np.uint64(words[i]) + change[j]) & width
+def unpack(data, codes):
+    """Two codes of each byte, low half first."""
+    for i in range(data.size):
+        codes[2 * i] = data[i] & np.uint8(15)
+        codes[2 * i + 1] = data[i] >> np.uint8(4)
 
 
 @njit(nogil=True, cache=True)
-def subtract(words, place, change):
-    """Undo `add`."""
-    width = _width(words.itemsize * 8)
-    for j in range(place.size):
-        i = place[j]
-        words[i] = (np.uint64(words[i]) - change[j]) & width
-
-
-@njit(nogil=True, cache=True)
-def unpack(data, lo, hi, codes):
-    """Two codes of each byte, low half first: `codes[: hi - lo]` from code `lo` (even) on."""
-    for i in range((hi - lo) >> 1):
-        byte = data[(lo >> 1) + i]
-        codes[2 * i] = byte & np.uint8(15)
-        codes[2 * i + 1] = byte >> np.uint8(4)
+def pack(codes, data):
+    """Undo `unpack`."""
+    for i in range(data.size):
+        data[i] = codes[2 * i] | np.uint8(codes[2 * i + 1] << np.uint8(4))
 
 
 @njit(nogil=True, cache=True)
@@ -1006,7 +982,7 @@ def _normalise(seen, out):
 
 
 @njit(nogil=True, cache=True)
-def write_dense(old, new, lo, hi, bits, shift, mask, first, last, symbols, out, start):
+def write_dense(old, new, bits, shift, mask, first, last, symbols, out, start):
     """Code every word of a block; returns the end, or TOO_LARGE.
 
     for each class: u8 n, n frequencies (LEB128) | u32 bytes of low bits | low bits
@@ -1015,12 +991,12 @@ def write_dense(old, new, lo, hi, bits, shift, mask, first, last, symbols, out, 
     width, top = _width(bits), np.uint64(1) << np.uint64(bits - 1)
     classes = np.int64(last) + 1
     seen = np.zeros((classes, SYMBOLS), np.int64)
-    for i in range(lo, hi):
+    for i in range(old.size):
         change = (np.uint64(new[i]) - np.uint64(old[i])) & width
         s = np.int64(0)
         if change:
             s, _ = _symbol(change if change <= top else (np.uint64(0) - change) & width)
-        symbols[i - lo] = s
+        symbols[i] = s
         seen[_class(old[i], shift, mask, first, last), s] += 1
     at = start
     frequency = np.zeros((classes, SYMBOLS), np.uint32)
@@ -1042,18 +1018,18 @@ def write_dense(old, new, lo, hi, bits, shift, mask, first, last, symbols, out, 
             else:
                 out[at] = f
                 at += 1
-    end = _write_low_bits(old, new, lo, hi, bits, symbols, out, at)
+    end = _write_low_bits(old, new, bits, symbols, out, at)
     if end < 0:
         return TOO_LARGE
-    return _write_states(old, lo, hi, shift, mask, first, last, symbols, frequency, out, end)
+    return _write_states(old, shift, mask, first, last, symbols, frequency, out, end)
 
 
 @njit(nogil=True, cache=True)
-def _write_low_bits(old, new, lo, hi, bits, symbols, out, head):
+def _write_low_bits(old, new, bits, symbols, out, head):
     width, top = _width(bits), np.uint64(1) << np.uint64(bits - 1)
     at, held, fill = head + 4, np.uint64(0), np.int64(0)
-    for i in range(lo, hi):
-        if not symbols[i - lo]:
+    for i in range(old.size):
+        if not symbols[i]:
             continue
         if at + 32 > out.size:
             return TOO_LARGE
@@ -1074,19 +1050,23 @@ def _write_low_bits(old, new, lo, hi, bits, symbols, out, head):
 
 
 @njit(nogil=True, cache=True)
-def _write_states(old, lo, hi, shift, mask, first, last, symbols, frequency, out, start):
+def _write_states(old, shift, mask, first, last, symbols, frequency, out, start):
     classes = frequency.shape[0]
     below = np.zeros((classes, SYMBOLS), np.uint32)
+    inverse = np.zeros((classes, SYMBOLS))  # a product is off by at most one, a division is slow
     for k in range(classes):
-        for s in range(1, SYMBOLS):
-            below[k, s] = below[k, s - 1] + frequency[k, s - 1]
+        for s in range(SYMBOLS):
+            if s:
+                below[k, s] = below[k, s - 1] + frequency[k, s - 1]
+            if frequency[k, s]:
+                inverse[k, s] = 1.0 / frequency[k, s]
     states = np.full(LANES, _LOW, np.uint64)
     at = out.size - 8  # words are written from the end, as the reader goes the other way
-    for i in range(hi - 1, lo - 1, -1):
+    for i in range(old.size - 1, -1, -1):
         k = _class(old[i], shift, mask, first, last)
-        s = symbols[i - lo]
+        s = symbols[i]
         f = np.uint64(frequency[k, s])
-        lane = (i - lo) & (LANES - 1)
+        lane = i & (LANES - 1)
         x = states[lane]
         if x >= f << np.uint64(32 - SCALE):
             at -= 2
@@ -1095,7 +1075,12 @@ def _write_states(old, lo, hi, shift, mask, first, last, symbols, frequency, out
             out[at] = np.uint8(x & np.uint64(255))
             out[at + 1] = np.uint8((x >> np.uint64(8)) & np.uint64(255))
             x >>= np.uint64(16)
-        states[lane] = (x // f << np.uint64(SCALE)) + np.uint64(below[k, s]) + x % f
+        q = np.uint64(np.int64(np.float64(np.int64(x)) * inverse[k, s]))
+        rest = x - q * f
+        if rest >= f:  # one too few; one too many would wrap round and be so too
+            step = np.uint64(1) if rest < f + f else ~np.uint64(0)
+            q, rest = q + step, rest - step * f
+        states[lane] = (q << np.uint64(SCALE)) + np.uint64(below[k, s]) + rest
     for lane in range(LANES):
         for i in range(4):
             out[start + 4 * lane + i] = np.uint8(
@@ -1135,8 +1120,8 @@ def _read_frequencies(data, at, end, frequency):
 
 
 @njit(nogil=True, cache=True)
-def read_dense(data, start, end, old, new, lo, hi, bits, shift, mask, first, last):
-    """Decode a block of `write_dense` over the words `old[lo:hi]` into `new[: hi - lo]`.
+def read_dense(data, start, end, old, new, bits, shift, mask, first, last):
+    """Decode a block of `write_dense` over the words `old` into `new`.
 
     Returns the changed words or MALFORMED. `data` has at least 8 bytes after `end`.
     """
@@ -1155,14 +1140,12 @@ def read_dense(data, start, end, old, new, lo, hi, bits, shift, mask, first, las
     if low_end >> 3 > end - 16:
         return MALFORMED
     return _read_states(
-        data, low, low_end, end, old, new, lo, hi, bits, shift, mask, first, last, frequency
+        data, low, low_end, end, old, new, bits, shift, mask, first, last, frequency
     )
 
 
 @njit(nogil=True, cache=True)
-def _read_states(
-    data, low, low_end, end, old, new, lo, hi, bits, shift, mask, first, last, frequency
-):
+def _read_states(data, low, low_end, end, old, new, bits, shift, mask, first, last, frequency):
     classes = frequency.shape[0]
     symbol = np.zeros((classes, _TOTAL), np.uint8)
     below = np.zeros((classes, SYMBOLS), np.uint32)
@@ -1181,9 +1164,9 @@ def _read_states(
             return MALFORMED
         at += 4
     width, changed = _width(bits), np.int64(0)
-    for i in range(lo, hi):
+    for i in range(old.size):
         k = _class(old[i], shift, mask, first, last)
-        lane = (i - lo) & (LANES - 1)
+        lane = i & (LANES - 1)
         x = states[lane]
         slot = x & np.uint64(_TOTAL - 1)
         s = np.int64(symbol[k, slot])
@@ -1212,7 +1195,7 @@ def _read_states(
                 return MALFORMED
             word = (word - size if sign else word + size) & width
             changed += 1
-        new[i - lo] = word
+        new[i] = word
     for lane in range(LANES):
         if states[lane] != _LOW:
             return MALFORMED
@@ -1221,10 +1204,3 @@ def _read_states(
     if low & 7 and np.uint64(data[(low_end >> 3) - 1]) >> np.uint64(low & 7):
         return MALFORMED
     return changed
-
-
-@njit(nogil=True, cache=True)
-def pack(codes, data, lo, hi):
-    """Undo `unpack`."""
-    for i in range((hi - lo) >> 1):
-        data[(lo >> 1) + i] = codes[2 * i] | np.uint8(codes[2 * i + 1] << np.uint8(4))

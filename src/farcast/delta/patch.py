@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from farcast.delta.applying import Applied, Blob
 from farcast.delta.bits import Bytes, TensorBits, all_bits, from_bits, nbytes_of, word_bytes
-from farcast.delta.blocks import Applied, Blob, Layout, split, whole_block
+from farcast.delta.blocks import Layout, read_whole, split
 from farcast.delta.coding import decode_sparse
-from farcast.delta.conditioned import CODES, FIELDS, Parameters, field_of
+from farcast.delta.conditioned import CODES, Parameters, field_of
 from farcast.delta.container import read_container
 from farcast.delta.identity import tensor_digest
+from farcast.delta.sides import HostSide
 from farcast.delta.writing import write_delta
 from farcast.errors import FormatError, IntegrityError
 from farcast.types import TensorEntry
@@ -64,8 +66,10 @@ def encode_bits(
     The bytes don't depend on `threads`. With `shards` every tensor whose rows divide by it can be
     read in as many ranges of rows, for a few more bytes.
     """
+    old = {name: HostSide(bits) for name, bits in base.items()}
+    new = {name: HostSide(bits) for name, bits in target.items()}
     known = (base_entries or {}, target_entries or {})
-    return EncodedDelta(*write_delta(base, target, *known, threads=threads, shards=shards))
+    return EncodedDelta(*write_delta(old, new, *known, threads=threads, shards=shards))
 
 
 class Patch:
@@ -139,7 +143,7 @@ class Patch:
             )
         if buffer.size != (stop - start) * words * blob.layout.bits // 8:
             raise FormatError(f"The buffer for rows of {name[:80]!r} has a wrong size.")
-        return blob.apply_range(first, last + (over > 0), buffer)
+        return blob.apply_range(first, last + (over > 0), buffer, blob.layout.words)
 
     def full(self, name: str) -> TensorBits:
         """A tensor that is whole in this patch, verified."""
@@ -154,16 +158,14 @@ class Patch:
         width = word_bytes(entry.dtype)
         start, end = self._spans[name]
         if entry.kind == "full":
-            applied = Applied(buffer, Layout.of(buffer.size, 8, max(1, buffer.size)))
-            if buffer.size:
-                data = np.empty_like(buffer)
-                self._fill(name, entry, data)
-                applied.overwrite(0, data, entry.changed)
+            applied, data = Applied(buffer, 8), np.empty_like(buffer)
+            self._fill(name, entry, data)
+            applied.overwrite(slice(0, buffer.size), data, entry.changed)
             return applied
         if self._rows[name].coding == "planes":
-            applied = Applied(buffer, Layout.of(buffer.size, 8 * width))
-            blob = self._data[start:end].data
-            applied.add(*decode_sparse(blob, buffer.size // width, entry.changed, width))
+            applied, blob = Applied(buffer, 8 * width), self._data[start:end].data
+            moved = decode_sparse(blob, buffer.size // width, entry.changed, width)
+            applied.move(slice(0, buffer.size), *moved)
             return applied
         return self._blob(name, entry).apply(buffer, entry.changed)
 
@@ -180,10 +182,9 @@ class Patch:
         if not data.size:
             return
         blob = self._blob(name, entry)
-        signed = entry.dtype in FIELDS
         for index, (start, end) in enumerate(blob.spans):
-            part = whole_block(self._data[start:end], blob.layout, index, signed)
-            data[blob.layout.span(index)] = part
+            part = data[blob.layout.span(index)]
+            part[:] = read_whole(self._data[start:end], part.size, blob.width, blob.signed)
 
     def _entry(self, name: str) -> PatchEntry:
         entry = self.entries.get(name)

@@ -1,4 +1,4 @@
-"""From two mappings of tensors to the bytes of a container, on as many threads as asked. Pure.
+"""From two sets of tensors to the bytes of a container, on as many threads as asked. Pure.
 
 Blocks are surveyed and written in any order; tables of parameters are chosen in the order of
 names, because what one saves depends on those before it. So the bytes are the same for every
@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Self, TypeVar
+from functools import partial
+from typing import Generic, Literal, NamedTuple, Self, TypeVar
 
-import numpy as np
-
-from farcast.delta.bits import TensorBits, Words, word_bytes, words_of
+from farcast.delta.bits import word_bytes
 from farcast.delta.blocks import (
     SAME,
     Layout,
@@ -21,18 +20,18 @@ from farcast.delta.blocks import (
     Tables,
     block_cost,
     join,
-    survey,
     write_block,
     write_whole,
 )
 from farcast.delta.coding import changed_positions, encode_sparse
-from farcast.delta.conditioned import CODES, FIELDS, Classes, classes_of, field_of
+from farcast.delta.conditioned import CODES, FIELDS, Classes, Table, classes_of, field_of
 from farcast.delta.container import PACKED, Header, Row, write_container
-from farcast.delta.identity import entry_of
+from farcast.delta.sides import Side
 from farcast.types import TensorEntry
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+_Side = TypeVar("_Side", bound=Side)
 _Coding = Literal["blocks", "codes", "planes", "full"]
 
 SMALL_WORDS = 1 << 16
@@ -45,6 +44,9 @@ until its turn comes is at most six times that."""
 
 POOLED_CHANGES = 1 << 20
 """Changes that a common table is fitted to: what they take in memory is 24 MiB."""
+
+SAMPLED_WORDS = 1 << 14
+"""Words of the base that the range of classes is taken from."""
 
 MOST_PIECES = 256
 """Ways tried to cut a shard into equal blocks of an even number of words."""
@@ -63,21 +65,36 @@ class Written(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _Tensor(Generic[_Side]):
     """One tensor to look at; `old` is None where it is coded whole."""
 
     name: str
-    new: TensorBits
-    old: TensorBits | None
+    new: _Side
+    old: _Side | None
     coding: _Coding
     layout: Layout
     classes: Classes
 
+    def look(self, index: int) -> Survey | None:
+        """What changed in a block; None where there is nothing to compare it with."""
+        if self.old is None:
+            return None
+        return self.new.survey(self.old, self.layout, index, self.classes)
 
-class _Part(NamedTuple):
-    """One block, and what a task found in it; None where the tensor is coded whole."""
+    def write(self, index: int, found: Survey, table: int, rows: Table) -> bytes:
+        span, old = self.layout.span(index), self.old
+        if old is None:
+            raise LookupError(self.name)
+        return write_block(
+            found, table, rows, lambda: (old.part(span), self.new.part(span)),
+            span.stop - span.start, self.layout.bits, self.classes,
+        )  # fmt: skip
 
-    tensor: _Tensor
+
+class _Part(NamedTuple, Generic[_Side]):
+    """One block, and what a task found in it."""
+
+    tensor: _Tensor[_Side]
     block: int
     found: Survey | None
 
@@ -98,8 +115,8 @@ class _Body:
 
 
 def write_delta(
-    base: Mapping[str, TensorBits],
-    target: Mapping[str, TensorBits],
+    base: Mapping[str, _Side],
+    target: Mapping[str, _Side],
     base_entries: Mapping[str, TensorEntry],
     target_entries: Mapping[str, TensorEntry],
     *,
@@ -117,7 +134,7 @@ def write_delta(
             if name not in bodies and name in base_entries:
                 entries.setdefault(name, base_entries[name])
         unknown = [name for name in names if name not in entries]
-        hashed = crew.each(lambda name: entry_of(target[name]), unknown)
+        hashed = crew.each(lambda name: target[name].entry(), unknown)
         entries.update(zip(unknown, hashed, strict=True))
         blobs = [writer.smallest(body) for body in bodies.values()]
     rows = tuple(
@@ -132,16 +149,14 @@ def write_delta(
     return Written(data, {name: entries[name] for name in names}, changed, elements)
 
 
-class _Writer:
+class _Writer(Generic[_Side]):
     """What one container has in common: classes of each dtype, tables of parameters."""
 
-    def __init__(
-        self, base: Mapping[str, TensorBits], target: Mapping[str, TensorBits], shards: int
-    ) -> None:
+    def __init__(self, base: Mapping[str, _Side], target: Mapping[str, _Side], shards: int) -> None:
         self._base, self._target, self._shards = base, target, shards
         self._classes: dict[str, Classes] = {}
         self.tables = Tables()
-        words = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
+        words = sum(side.nbytes // word_bytes(side.dtype) for side in target.values())
         self._small = words < SMALL_WORDS
 
     def bodies(self, names: list[str], crew: "_Crew") -> "list[_Body]":
@@ -150,28 +165,54 @@ class _Writer:
         large = []
         for name in names:
             tensor = self._tensor(name)
-            block = tensor.layout.block if tensor.new.data.size else 0
-            bodies[name] = _Body(name, tensor.coding, block)
+            bodies[name] = _Body(
+                name, tensor.coding, tensor.layout.block if tensor.new.nbytes else 0
+            )
             if tensor.coding == "planes":
-                self._code_small(tensor, bodies[name])
+                _code_small(tensor, bodies[name])
             else:
                 large.append(tensor)
         for part in self._with_tables(crew.each(_look, _units(large))):
             self._code(part, bodies[part.tensor.name], crew)
         return list(bodies.values())
 
-    def _with_tables(self, looked: "Iterator[list[_Part]]") -> "Iterator[_Part]":
+    def smallest(self, body: _Body) -> bytes:
+        """The blob of a tensor; where its change takes over half of it, it may be coded whole."""
+        blob, new = body.blob(), self._target[body.name]
+        if body.coding == "full" or 2 * len(blob) <= new.nbytes:
+            return blob
+        layout = self._layout(new, 8 * word_bytes(new.dtype))
+        whole = join([_whole(new, layout, index) for index in range(layout.count)])
+        if len(whole) >= len(blob):
+            return blob
+        body.coding, body.block = "full", layout.block
+        body.changed = new.moved(self._base[body.name])
+        return whole
+
+    def elements(self, name: str) -> int:
+        """Elements of a tensor: words, or both codes of each byte of F4."""
+        side = self._target[name]
+        return side.nbytes // word_bytes(side.dtype) * (2 if side.dtype == "F4" else 1)
+
+    def changed(self, body: _Body) -> int:
+        """Elements that changed. Codes packed into integers count as the integers they are in."""
+        new = self._target[body.name]
+        if body.coding == "codes" and new.dtype != "F4":
+            return new.moved(self._base[body.name])
+        return body.changed
+
+    def _with_tables(self, looked: Iterator[list[_Part[_Side]]]) -> Iterator[_Part[_Side]]:
         """The parts, after a common table was made of the first of each kind."""
-        first: list[_Part] = []
+        first: list[_Part[_Side]] = []
         events = 0
         for parts in looked:
             first += parts
-            events += sum(part.found.changed for part in parts if part.found is not None)
+            events += sum(part.found.gap.size for part in parts if part.found is not None)
             if events > POOLED_CHANGES:
                 break
         kinds: dict[Classes, list[Survey]] = {}
         for part in first:
-            if part.found is not None and part.found.changed:
+            if part.found is not None and part.found.gap.size:
                 kinds.setdefault(part.tensor.classes, []).append(part.found)
         for classes, blocks in kinds.items():
             self.tables.add_common(blocks, classes)
@@ -179,51 +220,12 @@ class _Writer:
         for parts in looked:
             yield from parts
 
-    def smallest(self, body: _Body) -> bytes:
-        """The blob of a tensor; where its change takes over half of it, it may be coded whole."""
-        blob, new = body.blob(), self._target[body.name]
-        if body.coding == "full" or 2 * len(blob) <= new.data.size:
-            return blob
-        layout = self._layout(new, 8 * word_bytes(new.dtype))
-        signed = new.dtype in FIELDS
-        whole = join([write_whole(new.data, layout, i, signed) for i in range(layout.count)])
-        if len(whole) >= len(blob):
-            return blob
-        body.coding, body.block = "full", layout.block
-        body.changed = self._moved(body.name)
-        return whole
-
-    def elements(self, name: str) -> int:
-        """Elements of a tensor: words, or both codes of each byte of F4."""
-        bits = self._target[name]
-        return bits.data.size // word_bytes(bits.dtype) * (2 if bits.dtype == "F4" else 1)
-
-    def changed(self, body: _Body) -> int:
-        """Elements that changed. Codes packed into integers count as the integers they are in."""
-        if body.coding == "codes" and self._target[body.name].dtype != "F4":
-            return self._moved(body.name)
-        return body.changed
-
-    def _moved(self, name: str) -> int:
-        new, old = words_of(self._target[name]), words_of(self._base[name])
-        return int(np.count_nonzero(new != old))
-
-    def _code_small(self, tensor: _Tensor, body: _Body) -> None:
-        new, old = tensor.new, tensor.old
-        width = word_bytes(new.dtype)
-        if old is not None and new.data.size:
-            places = changed_positions(old.data, new.data, width)
-            body.block, body.changed = 0, places.size
-            body.blocks.append(encode_sparse(old.data, new.data, places, width))
-
-    def _code(self, part: _Part, body: _Body, crew: "_Crew") -> None:
+    def _code(self, part: _Part[_Side], body: _Body, crew: "_Crew") -> None:
         tensor, index, found = part
-        new = tensor.new.data
-        if found is None or tensor.old is None:
+        if found is None:
             lo, hi = tensor.layout.bounds(index)
             body.changed += hi - lo
-            signed = tensor.new.dtype in FIELDS
-            body.blocks.append(crew.start(write_whole, new, tensor.layout, index, signed))
+            body.blocks.append(crew.start(partial(_whole, tensor.new, tensor.layout, index)))
             return
         if not found.changed:
             body.blocks.append(bytes((SAME,)))
@@ -231,57 +233,75 @@ class _Writer:
         body.changed += found.changed
         table = self.tables.choose(found, tensor.classes)
         rows = self.tables.rows(table)
-        where = (tensor.old.data, new, tensor.layout, index, tensor.classes)
-        body.blocks.append(crew.start(write_block, found, table, rows, *where))
+        body.blocks.append(crew.start(partial(tensor.write, index, found, table, rows)))
 
-    def _tensor(self, name: str) -> _Tensor:
+    def _tensor(self, name: str) -> _Tensor[_Side]:
         new, old = self._target[name], self._base.get(name)
         if old is not None and (old.dtype, old.shape) != (new.dtype, new.shape):
             old = None
         layout = self._layout(new, 8 * word_bytes(new.dtype))
+        classes = self._classes_of(new.dtype)
         if old is None:
-            return _Tensor(name, new, None, "full", layout, self._classes_of(new.dtype))
+            return _Tensor(name, new, None, "full", layout, classes)
         if self._small:
-            return _Tensor(name, new, old, "planes", layout, self._classes_of(new.dtype))
-        plain = _Tensor(name, new, old, "blocks", layout, self._classes_of(new.dtype))
-        if new.dtype not in PACKED or not new.data.size:
+            return _Tensor(name, new, old, "planes", layout, classes)
+        plain = _Tensor(name, new, old, "blocks", layout, classes)
+        if new.dtype not in PACKED or not new.nbytes:
             return plain
         layout = self._layout(new, 4)
         coded = _Tensor(name, new, old, "codes", layout, Classes(CODES, 0, CODES.mask))
         return coded if new.dtype == "F4" else min((plain, coded), key=_first_cost)
 
-    def _layout(self, bits: TensorBits, width: int) -> Layout:
+    def _layout(self, side: _Side, width: int) -> Layout:
         """Blocks of the usual size, or such that a shard of rows is whole blocks."""
-        layout = Layout.of(bits.data.size, width)
-        rows = bits.shape[0] if bits.shape else 1
+        layout = Layout.of(side.nbytes, width)
+        rows = side.shape[0] if side.shape else 1
         if self._shards == 1 or rows % self._shards or not layout.words:
             return layout
         share = layout.words // self._shards
         least = -(-share // layout.block)
         for pieces in range(least, least + MOST_PIECES):
             if share % (2 * pieces) == 0:
-                return Layout.of(bits.data.size, width, share // pieces)
+                return Layout.of(side.nbytes, width, share // pieces)
         return layout
 
     def _classes_of(self, dtype: str) -> Classes:
         if dtype not in self._classes:
-            same: list[Words] = [words_of(b) for b in self._base.values() if b.dtype == dtype]
-            self._classes[dtype] = classes_of(field_of(dtype), same)
+            same = [side for side in self._base.values() if side.dtype == dtype and side.nbytes]
+            words = sum(side.nbytes // word_bytes(dtype) for side in same)
+            step = max(1, words // SAMPLED_WORDS)
+            samples = [side.sample(step) for side in same]
+            self._classes[dtype] = classes_of(field_of(dtype), samples)
         return self._classes[dtype]
 
 
-def _first_cost(tensor: _Tensor) -> int:
+def _whole(new: Side, layout: Layout, index: int) -> bytes:
+    signed = new.dtype in FIELDS
+    return write_whole(new.part(layout.span(index)), word_bytes(new.dtype), signed)
+
+
+def _code_small(tensor: _Tensor[_Side], body: _Body) -> None:
+    new, old = tensor.new, tensor.old
+    width, every = word_bytes(new.dtype), slice(0, new.nbytes)
+    if old is not None and new.nbytes:
+        before, after = old.part(every), new.part(every)
+        places = changed_positions(before, after, width)
+        body.block, body.changed = 0, places.size
+        body.blocks.append(encode_sparse(before, after, places, width))
+
+
+def _first_cost(tensor: _Tensor[_Side]) -> int:
     """Bits of the first block that changed: a guess at which words the tensor's bytes are."""
     for index in range(tensor.layout.count):
-        part = _looked(tensor, index)
-        if part.found is not None and part.found.changed:
-            return block_cost(part.found)
+        found = tensor.look(index)
+        if found is not None and found.changed:
+            return block_cost(found)
     return 0
 
 
-def _units(tensors: Iterable[_Tensor]) -> "Iterator[list[tuple[_Tensor, int]]]":
+def _units(tensors: Iterable[_Tensor[_Side]]) -> Iterator[list[tuple[_Tensor[_Side], int]]]:
     """Blocks in order, in tasks of about `UNIT_BYTES`."""
-    unit: list[tuple[_Tensor, int]] = []
+    unit: list[tuple[_Tensor[_Side], int]] = []
     size = 0
     for tensor in tensors:
         for index in range(tensor.layout.count):
@@ -295,15 +315,8 @@ def _units(tensors: Iterable[_Tensor]) -> "Iterator[list[tuple[_Tensor, int]]]":
         yield unit
 
 
-def _look(unit: list[tuple[_Tensor, int]]) -> list[_Part]:
-    return [_looked(tensor, index) for tensor, index in unit]
-
-
-def _looked(tensor: _Tensor, index: int) -> _Part:
-    if tensor.old is None:
-        return _Part(tensor, index, None)
-    found = survey(tensor.old.data, tensor.new.data, tensor.layout, index, tensor.classes)
-    return _Part(tensor, index, found)
+def _look(unit: list[tuple[_Tensor[_Side], int]]) -> list[_Part[_Side]]:
+    return [_Part(tensor, index, tensor.look(index)) for tensor, index in unit]
 
 
 class _Crew:
@@ -333,7 +346,5 @@ class _Crew:
         while waiting:
             yield waiting.popleft().result()
 
-    def start(self, work: Callable[..., bytes], *arguments: object) -> "bytes | Future[bytes]":
-        if self._pool is None:
-            return work(*arguments)
-        return self._pool.submit(work, *arguments)
+    def start(self, work: Callable[[], bytes]) -> "bytes | Future[bytes]":
+        return work() if self._pool is None else self._pool.submit(work)

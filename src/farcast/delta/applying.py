@@ -1,0 +1,136 @@
+"""Applies the blocks of a tensor to a buffer, in place, and back again. Pure.
+
+Refuses to leave a tensor half changed: what was written before a block turned out malformed, or
+made for another base, is taken back.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from farcast.delta.bits import Bytes, as_words
+from farcast.delta.blocks import (
+    DENSE,
+    PLANES,
+    RAW,
+    SAME,
+    Changes,
+    Layout,
+    Places,
+    move,
+    place,
+    read_dense,
+    read_events,
+    read_whole,
+)
+from farcast.delta.conditioned import PLAIN, Field, Parameters
+from farcast.errors import FormatError
+
+
+class Applied:
+    """Changes made to a tensor in place, and the way back."""
+
+    def __init__(self, buffer: Bytes, bits: int) -> None:
+        self._buffer, self._bits = buffer, bits
+        self._moved: list[tuple[slice, Places, Changes]] = []
+        self._whole: list[tuple[slice, Bytes]] = []
+        self.changed = 0
+
+    def move(self, span: slice, places: Places, changes: Changes) -> None:
+        """Add changes to words of the bytes `span`. Keeps both arrays."""
+        move(self._buffer[span], self._bits, places, changes)
+        self._moved.append((span, places, changes))
+        self.changed += places.size
+
+    def overwrite(self, span: slice, new: Bytes, changed: int | None = None) -> None:
+        """Replace bytes; the number of words that differ is counted if it is not known."""
+        old = self._buffer[span].copy()
+        self._whole.append((span, old))
+        self._buffer[span] = new
+        self.changed += _differing(old, new, self._bits) if changed is None else changed
+
+    def undo(self) -> None:
+        """Give the buffer its old bits again."""
+        for span, places, changes in self._moved:
+            move(self._buffer[span], self._bits, places, changes, back=True)
+        for span, old in self._whole:
+            self._buffer[span] = old
+        self._moved, self._whole, self.changed = [], [], 0
+
+
+def _differing(old: Bytes, new: Bytes, bits: int) -> int:
+    if bits == 4:
+        both = old ^ new
+        return int(np.count_nonzero(both & 15) + np.count_nonzero(both >> 4))
+    return int(np.count_nonzero(as_words(old, bits // 8) != as_words(new, bits // 8)))
+
+
+@dataclass(frozen=True)
+class Blob:
+    """The blocks of one tensor inside a container's bytes."""
+
+    data: Bytes
+    spans: list[tuple[int, int]]
+    layout: Layout
+    field: Field
+    tables: list[Parameters]
+
+    @property
+    def signed(self) -> bool:
+        """Whether whole words carry a sign above an exponent."""
+        return self.field != PLAIN and self.layout.bits != 4
+
+    @property
+    def width(self) -> int:
+        """Bytes of a word in a block that needs no base."""
+        return max(1, self.layout.bits // 8)
+
+    def kind(self, index: int) -> int:
+        """What block `index` is; a number of a table for a sparse one."""
+        start, end = self.spans[index]
+        kind = int(self.data[start])
+        if end + 8 > self.data.size or (kind == SAME and end - start != 1):
+            raise FormatError("A delta's block has a wrong size; fetch it again.")
+        if kind < SAME and kind >= len(self.tables):
+            raise FormatError("A delta lacks the table of a block; refuse its source.")
+        return kind
+
+    def apply(self, buffer: Bytes, changed: int) -> Applied:
+        """Change the whole tensor in `buffer`, in place, or leave it as it was and raise."""
+        applied = self.apply_range(0, len(self.spans), buffer, changed)
+        if applied.changed != changed:
+            applied.undo()
+            raise FormatError("A delta has another number of changes than it says; fetch it again.")
+        return applied
+
+    def apply_range(self, first: int, last: int, buffer: Bytes, most: int) -> Applied:
+        """Apply the blocks `first <= index < last`, of at most `most` changes, to a buffer that
+        holds just their words."""
+        applied = Applied(buffer, self.layout.bits)
+        before = self.layout.span(first).start
+        try:
+            for index in range(first, last):
+                span = self.layout.span(index)
+                own = slice(span.start - before, span.stop - before)
+                self._apply_block(index, own, applied, buffer[own], most - applied.changed)
+        except BaseException:
+            applied.undo()
+            raise
+        return applied
+
+    def _apply_block(
+        self, index: int, span: slice, applied: Applied, old: Bytes, most: int
+    ) -> None:
+        kind, bits = self.kind(index), self.layout.bits
+        start, end = self.spans[index]
+        if kind == DENSE:
+            applied.overwrite(span, *read_dense(self.data, start + 1, end, old, bits, self.field))
+        elif kind in (RAW, PLANES):
+            block = self.data[start:end]
+            applied.overwrite(span, read_whole(block, old.size, self.width, self.signed))
+        elif kind != SAME:
+            table = self.tables[kind]
+            words = old.size * 8 // bits
+            events = read_events(self.data, start + 1, end, words, table, most)
+            places = place(events, old, bits, table.classes(self.field))
+            applied.move(span, places, events.changes.copy())
