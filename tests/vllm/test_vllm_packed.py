@@ -34,7 +34,7 @@ def test_packed_layers_are_loaded_whole(
     live = packed.server.answers("after")
     assert live != before
     folder = packed.folder_of(packed.refs[-1].version)
-    with Server.started(folder, packed.folder / "fresh.log", *PACKED) as fresh:
+    with Server.started(folder, packed.folder / "fresh.log", *PACKED, faults=True) as fresh:
         assert fresh.answers("after") == live
     assert packed.subscriber.sync(packed.refs[0]) == packed.refs[0]
     assert packed.server.answers("back") == before

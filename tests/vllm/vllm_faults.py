@@ -1,11 +1,35 @@
-"""Loaded inside vLLM's workers: farcast's extension with faults that tests can ask for."""
+"""Loaded inside vLLM's workers: farcast's extension with faults that tests can ask for.
+
+With `{"farcast": {"pack_linear": true}}` linear layers are packed on every CPU, in the way of
+vLLM's CPU backend (which does it only where its kernels run): a copy is kept and the parameter
+emptied.
+"""
 
 from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers import utils
 
 from farcast.engines.vllm_plugin.resident import Resident
 from farcast.engines.vllm_plugin.residents import resident_of
 from farcast.engines.vllm_plugin.worker import FarcastWorker
 from farcast.errors import TargetError
+
+_dispatch = utils.dispatch_cpu_unquantized_gemm
+
+
+def _pack(layer: Any, remove_weight: bool) -> None:
+    _dispatch(layer, remove_weight)
+    own = (get_current_vllm_config().additional_config or {}).get("farcast", {})
+    if remove_weight and own.get("pack_linear") and layer.weight.numel():
+        packed = layer.weight.detach().t().contiguous()
+        layer.cpu_linear = lambda x, _, bias: torch.nn.functional.linear(x, packed.t(), bias)
+        empty = torch.empty(0, dtype=layer.weight.dtype)
+        layer.weight = torch.nn.Parameter(empty, requires_grad=False)
+
+
+utils.dispatch_cpu_unquantized_gemm = _pack
 
 
 class FaultyWorker(FarcastWorker):

@@ -6,6 +6,7 @@ routes let anybody who reaches them change weights, so the server must listen on
 Unix socket, with farcast's sidecar before it.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,7 +146,10 @@ class VllmEngine:
         try:
             self._client.post("/update_weights", {"update_info": {"label": label}})
         except EngineRefusedError:
-            self._updating = False  # vLLM ends the update itself
+            # vLLM ends the update in the members that failed and leaves it open in the others.
+            with contextlib.suppress(EngineRefusedError):
+                self.close_update()
+            self._updating = False
             self._all("farcast_failure", [], None)
             raise
 
