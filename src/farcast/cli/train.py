@@ -1,5 +1,6 @@
 """`farcast train`: the trainer of a run, for a cluster of its own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from farcast.config import RunConfig, decode_config
 from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.presets import DEFAULT_MODEL, PRESETS
+from farcast.fleet.ranks import join, place
 
 
 def train(
@@ -45,15 +47,17 @@ def train(
     farcast train --model tiny --store /data/run1 --out runs/one
     farcast worker --store /data/run1 --id w1        # elsewhere, as many as you like
     farcast train --out runs/one --resume            # after a stop or a crash
+    torchrun --nproc-per-node 4 -m farcast train ... # the model sharded over ranks
     ```
     """
-    folder = RunFolder(out)
-    if config is not None:
-        settings = _read(config)
-    elif resume:
-        settings = folder.read_config()
-    else:
-        settings = options.new_run(
+
+    def settings() -> RunConfig:
+        folder = RunFolder(out)
+        if config is not None:
+            return _read(config)
+        if resume:
+            return folder.read_config()
+        new = options.new_run(
             folder,
             model=model,
             store=store,
@@ -62,7 +66,13 @@ def train(
             objective=objective,
             optimizer=optimizer,
         )
-        folder.create(settings)
+        folder.create(new)
+        return new
+
+    if place().ranks > 1:
+        _run_rank(settings, resume=resume, cache=cache)
+        return
+    run = settings()
 
     from farcast.fleet.launcher import leave_with_parent
     from farcast.fleet.signals import StopRequest
@@ -71,7 +81,21 @@ def train(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        run_trainer(settings, resume=resume, stop=stop, cache=cache)
+        run_trainer(run, resume=resume, stop=stop, cache=cache)
+
+
+def _run_rank(settings: Callable[[], RunConfig], *, resume: bool, cache: Path | None) -> None:
+    """One of the ranks that torchrun started."""
+    from farcast.fleet.follower_process import run_follower
+    from farcast.fleet.signals import StopRequest
+    from farcast.fleet.trainer_process import run_trainer
+
+    run, lines = join(settings)
+    with StopRequest() as stop:
+        if lines.team.rank == 0:
+            run_trainer(run, resume=resume, stop=stop, cache=cache, lines=lines)
+        else:
+            run_follower(run, lines, stop=stop, cache=cache)
 
 
 def _read(file: Path) -> RunConfig:

@@ -14,6 +14,7 @@ import datetime
 import math
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ import msgspec
 from msgspec.structs import asdict
 from transformers.utils.logging import disable_progress_bar
 
-from farcast.config import RunConfig, TrainConfig, encode_config
+from farcast.config import RunConfig, encode_config
 from farcast.engines.modules import load_module
-from farcast.errors import BrokenBatchError, RunMismatchError, UnknownVersionError
+from farcast.errors import BrokenBatchError, ConfigError, RunMismatchError, UnknownVersionError
 from farcast.fleet.assets import put_assets
 from farcast.fleet.claim import claimed
 from farcast.fleet.finding import run_in
 from farcast.fleet.heartbeat import Heartbeat
 from farcast.fleet.layout import RunFolder
+from farcast.fleet.ranks import Lines
 from farcast.fleet.records import StepRecord
 from farcast.fleet.registry import Registry
 from farcast.fleet.saying import say
@@ -43,6 +45,8 @@ from farcast.train.loop import StepReport, Trainer
 from farcast.train.lora import add_lora
 from farcast.train.models import default_cache, prepare_model
 from farcast.train.policy import Policy, served_root
+from farcast.train.sharding import is_sharded, shard
+from farcast.train.team import Team
 from farcast.trajectory import GroupBatcher, TrajectoryReceiver
 
 GROUP_TIMEOUT = 600.0
@@ -54,23 +58,37 @@ LOCK_PATIENCE = 120.0
 
 
 def run_trainer(
-    config: RunConfig, *, resume: bool, stop: StopRequest, cache: Path | None = None
+    config: RunConfig,
+    *,
+    resume: bool,
+    stop: StopRequest,
+    cache: Path | None = None,
+    lines: Lines | None = None,
 ) -> None:
-    """Train until the configured step, or until `stop` is requested; checkpointed on return."""
+    """Train until the configured step, or until `stop` is requested; checkpointed on return.
+
+    With `lines` this is rank 0 of several, the others in `follower_process`."""
     # One that lost its parent may still end its step and write its checkpoint.
     lock = RunFolder(Path(config.out)).path / "trainer.lock"
     with claimed(lock, "trainer", patience=LOCK_PATIENCE, wait=stop.wait, tell=say):
-        _run_alone(config, resume=resume, stop=stop, cache=cache)
+        _run_alone(config, resume=resume, stop=stop, cache=cache, lines=lines)
 
 
-def _run_alone(config: RunConfig, *, resume: bool, stop: StopRequest, cache: Path | None) -> None:
+def _run_alone(
+    config: RunConfig,
+    *,
+    resume: bool,
+    stop: StopRequest,
+    cache: Path | None,
+    lines: Lines | None,
+) -> None:
     store = open_store(config.store)
     _open_run(store, config, resume=resume)
     # From here on there is a run to lose, and only the store to go on with. The heartbeat keeps
     # the impatient one: it has a way of its own with outages.
     patient = PatientStore(store, config.train.store_patience, wait=stop.wait, tell=say)
     with Heartbeat(Registry(store), config.run_id) as heartbeat:
-        _run(config, patient, heartbeat, resume=resume, stop=stop, cache=cache)
+        _run(config, patient, heartbeat, resume=resume, stop=stop, cache=cache, lines=lines)
 
 
 def _run(
@@ -81,28 +99,21 @@ def _run(
     resume: bool,
     stop: StopRequest,
     cache: Path | None,
+    lines: Lines | None,
 ) -> None:
     archive = Archive(store, config.run_id)
-    model = _prepared(config, cache)
+    model = prepared(config, cache)
     if run_in(store) is None:
         _create_run(archive, config, model)
-    say("loading the model")
-    policy = Policy(_module(model, config.train), config.train)
+    team = Team(None if lines is None else lines.team)
+    team.together(lambda: None)  # there is a run now, which the others may look at
+    policy = load_policy(config, model, team)
     with (
-        # A step taken again after a crash has a record of its own, so it needs a version of
-        # its own, even if it comes to the same weights.
-        Publisher(
-            store,
-            config.run_id,
-            anchor_every=config.train.anchor_every,
-            repeats=False,
-            # The weights are in the checkpoint: a damaged object costs a full copy, not the run.
-            reanchor=True,
-        ) as publisher,
+        open_publisher(config, store, lines) as publisher,
         contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
     ):
         recorder = _Recorder(config, Registry(store), heartbeat, receiver)
-        trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop)
+        trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop, team)
         if trainer.resume() or resume:
             recorder.resumed_from = trainer.step
             say(f"resuming after step {trainer.step}")
@@ -114,16 +125,37 @@ def _run(
     say(f"{'done' if done else 'stopped'} after step {trainer.step}")
 
 
-def _prepared(config: RunConfig, cache: Path | None) -> Path:
+def prepared(config: RunConfig, cache: Path | None) -> Path:
     """The model's folder. What takes long says so."""
     disable_progress_bar()
     say(f"preparing the model {config.model}")
     return prepare_model(config.model, cache or default_cache(), say)
 
 
-def _module(folder: Path, config: TrainConfig) -> Any:
-    module = load_module(folder)
-    return module if config.lora is None else add_lora(module, config.lora, seed=config.seed)
+def load_policy(config: RunConfig, model: Path, team: Team) -> Policy:
+    """The policy as a run begins; on several ranks, this one's share of it."""
+    say("loading the model")
+    module = load_module(model)
+    if config.train.lora is not None:
+        if team.size > 1:
+            raise ConfigError("Adapters train on one rank; leave out lora, or torchrun.")
+        add_lora(module, config.train.lora, seed=config.train.seed)
+    return Policy(module if team.size == 1 else shard(module), config.train)
+
+
+def open_publisher(config: RunConfig, store: Store, lines: Lines | None) -> Publisher:
+    """The run's publisher; on several ranks, this one's part of it."""
+    return Publisher(
+        store,
+        config.run_id,
+        anchor_every=config.train.anchor_every,
+        # A step taken again after a crash has a record of its own, so it needs a version of its
+        # own, even if it comes to the same weights.
+        repeats=False,
+        # The weights are in the checkpoint: a damaged object costs a full copy, not the run.
+        reanchor=True,
+        comms=None if lines is None else lines.publish,
+    )
 
 
 def _open_run(store: Store, config: RunConfig, *, resume: bool) -> None:
@@ -166,6 +198,18 @@ def _create_run(archive: Archive, config: RunConfig, model: Path) -> None:
     )
 
 
+def root_reader(archive: Archive) -> Callable[[int], str | None]:
+    """Roots of published versions; None for those that were not, or are gone."""
+
+    def root_of(version: int) -> str | None:
+        try:
+            return archive.manifest(version).root
+        except UnknownVersionError:
+            return None
+
+    return root_of
+
+
 def _trainer(
     config: RunConfig,
     archive: Archive,
@@ -174,13 +218,8 @@ def _trainer(
     receiver: TrajectoryReceiver,
     recorder: "_Recorder",
     stop: StopRequest,
+    team: Team,
 ) -> Trainer:
-    def root_of(version: int) -> str | None:
-        try:
-            return archive.manifest(version).root
-        except UnknownVersionError:
-            return None
-
     return Trainer(
         policy,
         config.train,
@@ -194,11 +233,12 @@ def _trainer(
             fits=policy.fits,
         ),
         checkpoints=Checkpoints(RunFolder(Path(config.out)).checkpoint, config.run_id),
-        root_of=root_of,
+        root_of=root_reader(archive),
         report=recorder.step,
         idle=recorder.idle,
         skipped=recorder.skipped,
         stop=lambda: stop.requested,
+        team=team,
     )
 
 
@@ -233,7 +273,7 @@ class _Recorder:
             StepRecord(
                 version=0,
                 step=0,
-                root=served_root(served),
+                root=_root_of(served, publisher),
                 incarnation=self._incarnation,
                 resumed_from=self.resumed_from,
                 changed=0,
@@ -315,3 +355,11 @@ class _Recorder:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _root_of(served: Mapping[str, Any], publisher: Publisher) -> str:
+    """Computed from the trainer's own tensors; of a sharded model, by the publisher's owners."""
+    newest = publisher.newest
+    if newest is not None and any(map(is_sharded, served.values())):
+        return newest.root
+    return served_root(served)

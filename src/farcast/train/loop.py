@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from farcast.config import TrainConfig
-from farcast.errors import BrokenBatchError, RunMismatchError
+from farcast.errors import BrokenBatchError, ConfigError, RunMismatchError
 from farcast.publish import Publisher, PublishJob, PublishReport
 from farcast.train.checkpoint import Checkpoints, CheckpointState
 from farcast.train.objectives import objective_of
@@ -151,7 +151,13 @@ class Trainer:
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint; False when there is none."""
-        steps = self._team.common(self._checkpoints.steps())
+        own = self._checkpoints.steps()
+        steps = self._team.common(own)
+        if not steps and self._team.sums([len(own)])[0] > 0:
+            raise ConfigError(
+                "The ranks have no checkpoint of one and the same step; resume on as many ranks "
+                "as before, each with the folder that it had."
+            )
         found = self._checkpoints.load(steps[-1]) if steps else None
         if found is None:
             return False

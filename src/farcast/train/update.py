@@ -123,7 +123,7 @@ def loss_inputs(
 
 
 def _packs(group: Sequence[Trajectory], objective: Objective, version: int) -> Iterator[Pack]:
-    rewards = torch.tensor([member.reward for member in group])
+    rewards = torch.tensor([float(member.reward) for member in group])
     if bool((rewards == rewards[0]).all()):
         return  # no member is better than another: all advantages are zero
     yield from pack_group(group, objective.advantages(rewards).tolist(), version=version)
