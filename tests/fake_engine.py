@@ -5,7 +5,7 @@ The "model": a digest of all weight bytes is mixed with each token into a runnin
 token depends on the weights and on everything before it, and a state that was cached under other
 weights gives other tokens. What it did goes to a log, line by line, for tests to compare with.
 
-    python fake_engine.py PORT LOG [--step-ms N] [--reload-does-nothing] [--reset-refuses]
+    python fake_engine.py PORT LOG [--step-ms N] [--socket PATH] ...; see --help
 """
 
 import argparse
@@ -235,6 +235,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("log", type=Path)
+    parser.add_argument("--socket", help="also listen on this Unix socket")
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--reload-does-nothing", action="store_true")
     parser.add_argument("--reset-refuses", action="store_true")
@@ -255,6 +256,8 @@ async def main() -> None:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", options.port).start()
+    if options.socket:
+        await web.UnixSite(runner, options.socket).start()
     print("ready", flush=True)
     await engine.run()
 

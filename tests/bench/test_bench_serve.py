@@ -1,11 +1,13 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from farcast.cli.main import app
 
 
+@pytest.mark.full
 def test_serving_is_measured_through_the_real_commands(tmp_path: Path) -> None:
     path = tmp_path / "serve.json"
     arguments = ["bench", "serve", "--seconds", "0.2", "--rounds", "1", "--json", str(path)]

@@ -391,6 +391,7 @@ def _compare_with_log(
         assert _versions(said, len(tokens)) == told
 
 
+@pytest.mark.full
 def test_drain_mode_lets_no_commit_into_an_answer(tmp_path: Path) -> None:
     with world(tmp_path) as made:
         made.run.publish()
@@ -505,6 +506,20 @@ def test_a_store_that_is_gone_does_not_stop_service(tmp_path: Path) -> None:
         made.run.publish()
         ready(port, 1)
         assert replica.stop() == 0
+
+
+def test_an_engine_on_a_unix_socket_is_served_and_watched(tmp_path: Path) -> None:
+    with world(tmp_path) as made:
+        made.run.publish()
+        engine_port, port = two_ports()
+        path = tmp_path / "s"
+        engine = made.engine(engine_port, "--socket", str(path))
+        made.replica(engine_port, port, "--engine-url", f"unix:{path}")
+        ready(port)
+        answer = ask(port, "POST", "/v1/completions", {"prompt": "socket", "max_tokens": 3})
+        assert tokens_of(answer) == made.run.expected("socket", 0, 3)
+        engine.kill()
+        wait_for(lambda: ask(port, "GET", "/ready", token=None).status == 503)
 
 
 def test_a_stopped_replica_lets_those_in_flight_finish(tmp_path: Path) -> None:
