@@ -239,6 +239,19 @@ def test_a_slow_client_holds_up_nobody(served: tuple[World, int]) -> None:
     assert str(made.run.expected("slow", made.run.refs[-1].version, 3)[0]).encode() in answer
 
 
+def test_a_client_that_leaves_in_its_body_is_no_error(served: tuple[World, int]) -> None:
+    made, port = served
+    sent = _post(json.dumps({"prompt": "half", "max_tokens": 3}).encode())
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(sent[:-5])
+        time.sleep(0.1)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n")
+        assert b" 400 " in client.recv(1 << 16)
+    assert ask(port, "POST", "/generate", {"prompt": "q", "max_tokens": 1}).status == 200
+    assert "Traceback" not in made.programs[1].output()
+
+
 def _post(body: bytes, path: str = "/v1/completions") -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body

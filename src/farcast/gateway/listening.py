@@ -5,11 +5,13 @@ One process, one event loop, aiohttp on both sides. Binds loopback unless told o
 
 import asyncio
 import gc
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from farcast.errors import ConfigError
 
@@ -66,6 +68,18 @@ class ClientGoneError(Exception):
     """The client hung up, or stopped reading."""
 
 
+class _OurFaultsOnly(logging.Filter):
+    """Leaves out what clients do wrong: it is answered, and would let anybody fill the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(_OurFaultsOnly())
+
+
 class Listener:
     """An HTTP server on one port. `port` 0 takes a free one; `url` says which."""
 
@@ -82,6 +96,7 @@ class Listener:
             request_factory=_request,
             handler_cancellation=True,
             access_log=None,
+            logger=_LOG,
             keepalive_timeout=75.0,
             lingering_time=2.0,
         )
@@ -127,6 +142,8 @@ async def read_body(request: web.BaseRequest) -> bytes:
         raise Refused(
             413, "TooLarge", f"The body is over {MAX_BODY >> 20} MiB; send a smaller one."
         ) from None
+    except (ConnectionError, web.RequestPayloadError):
+        raise ClientGoneError from None
 
 
 async def begin(request: web.BaseRequest, response: web.StreamResponse) -> None:

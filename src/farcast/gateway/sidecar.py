@@ -219,8 +219,6 @@ class Sidecar:
             ready = events.push(chunk)
             if ready:
                 await send(request, response, ready)
-            if events.done:
-                break
         said = await visit.leave(ticket, events.reported)
         said = said or provenance.single(ticket.ref)
         await send(request, response, events.finish(said))

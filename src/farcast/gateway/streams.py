@@ -14,13 +14,12 @@ DONE = b"data: [DONE]"
 
 
 class EventRelay:
-    """Bytes in, complete events out. `done` once the end mark was seen; it is held back."""
+    """Bytes in, complete events out. The end mark is held back for `finish`."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._end = b""
         self.reported: Reported = []
-        self.done = False
 
     def push(self, chunk: bytes) -> bytes:
         """What may be passed on now."""
@@ -34,7 +33,6 @@ class EventRelay:
             self._look(ready)
         mark = ready.rfind(DONE)
         if mark >= 0 and (mark == 0 or ready[mark - 1 : mark] == b"\n"):
-            self.done = True
             ready, self._end = ready[:mark], ready[mark:]
         return ready
 
