@@ -128,7 +128,7 @@ def run_case(
 
 
 def small_model(tokenizer: Any, seed: int) -> Any:
-    """A Llama of about 100,000 parameters."""
+    """A Llama of about 90,000 parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

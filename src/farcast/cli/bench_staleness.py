@@ -33,7 +33,7 @@ def staleness(
 ) -> None:
     """Compare corrections for the age of tokens, at 0 to 16 versions, on the letters task.
 
-    A model of about 100,000 parameters learns from samples of its own older versions, in this
+    A model of about 90,000 parameters learns from samples of its own older versions, in this
     process, with each correction. About a hundred short runs: some ten minutes on one core.
 
     ```
