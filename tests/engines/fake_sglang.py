@@ -11,7 +11,7 @@ An answer is a digest of the weights and the prompt, so that stale weights or ca
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -57,16 +57,13 @@ class FakeSglang:
     def started(cls, folder: Path) -> Iterator["FakeSglang"]:
         fake = cls()
         fake.read(folder)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
-        fake.address = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
+        with serving(fake.reply) as fake.address:
             yield fake
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+
+    def reply(self, path: str, body: Any) -> Reply:
+        self.calls.append(path)
+        method = self.ROUTES.get(path)
+        return (404, "") if method is None else getattr(self, method)(body)
 
     def read(self, folder: Path) -> None:
         layout = read_layout(folder)
@@ -141,8 +138,23 @@ class FakeSglang:
         return 200, values.tolist()
 
 
+@contextmanager
+def serving(reply: Callable[[str, Any], Reply]) -> Iterator[str]:
+    """A server on loopback that answers with `reply(path, body)`; gives its address."""
+    handler = type("Handler", (_Handler,), {"reply": staticmethod(reply)})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 class _Handler(BaseHTTPRequestHandler):
-    fake: FakeSglang
+    reply: Callable[[str, Any], Reply]
 
     def do_GET(self) -> None:
         self._answer(None)
@@ -152,10 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(json.loads(data) if data else {})
 
     def _answer(self, body: Any) -> None:
-        path = self.path.split("?")[0]
-        method = self.fake.ROUTES.get(path)
-        status, answer = (404, "") if method is None else getattr(self.fake, method)(body)
-        self.fake.calls.append(path)
+        status, answer = self.reply(self.path.split("?")[0], body)
         data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

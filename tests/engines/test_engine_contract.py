@@ -2,7 +2,8 @@
 
 `module` is a model in this process (what the transformers engine samples from), `folder` anything
 that can load a folder, `sglang` a server that loads it on request, `group-N` an engine of N members
-that is written in place. The real vLLM is under tests/vllm with the same questions.
+that is written in place, `vllm-routes` such a one behind vLLM's routes. The real vLLM is under
+tests/vllm with the same questions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_sglang import FakeSglang
+from fake_vllm import FakeVllm
 from group_engine import GroupEngine, Shard, as_torch, weights
 
 from farcast.delta import TensorBits, to_bits
@@ -21,6 +23,7 @@ from farcast.engines.folder_engine import EngineFolder
 from farcast.engines.http_client import HttpClient
 from farcast.engines.live_engine import EngineTarget
 from farcast.engines.sglang_engine import SglangEngine
+from farcast.engines.vllm_engine import VllmEngine
 from farcast.errors import FarcastError, TensorMismatchError
 from farcast.publish import Publisher
 from farcast.replica import CheckpointDirectory, Subscriber, Target, TorchModule
@@ -136,10 +139,33 @@ def group_case(folder: Path, members: int) -> Iterator[Case]:
     yield case
 
 
+@contextmanager
+def vllm_routes_case(folder: Path) -> Iterator[Case]:
+    model = write_folder(folder / "model", weights(0))
+    with FakeVllm.started(2, weights(0)) as fake:
+        engine = VllmEngine(HttpClient(fake.address))
+        target = EngineTarget(engine, model, scratch=folder / "scratch", caches="dropped")
+        case = Case(target, fake.group.fingerprint, lambda: None)
+
+        def fail() -> None:
+            fake.faults = {1}
+            close = engine.close_update
+
+            def mend() -> None:
+                fake.faults = set()
+                close()
+
+            engine.close_update = mend  # type: ignore[method-assign]
+
+        case.fail_next = fail
+        yield case
+
+
 CASES: dict[str, Callable[[Path], Any]] = {
     "module": module_case,
     "folder": folder_case,
     "sglang": sglang_case,
+    "vllm-routes": vllm_routes_case,
     **{f"group-{n}": lambda folder, n=n: group_case(folder, n) for n in (1, 2, 4)},
 }
 
