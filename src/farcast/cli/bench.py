@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from farcast.cli import options
+from farcast.cli.bench_rl import rl
 from farcast.cli.bench_serve import serve
 from farcast.cli.bench_staleness import staleness
 
@@ -24,6 +25,7 @@ bench = typer.Typer(
     help="Measure codings of versions, on your own training run too.",
 )
 
+bench.command()(rl)
 bench.command()(serve)
 bench.command()(staleness)
 
