@@ -165,6 +165,8 @@ def replica(
     if dir is not None:
         _follow(store, dir, id, once=once, link=settings, json=json, tied=tied)
         return
+    if once or json is not None:
+        raise ConfigError("--once and --json go with --dir; ask /ready or /metrics of an engine.")
     if engine is None or engine_url is None or model is None:
         raise ConfigError(f"--engine {engine} also needs --engine-url URL and --model DIR.")
 
