@@ -15,6 +15,7 @@ from farcast.cli.demo import demo
 from farcast.cli.gateway import gateway
 from farcast.cli.inspect import inspect
 from farcast.cli.plan import plan
+from farcast.cli.record import record
 from farcast.cli.replica import replica
 from farcast.cli.status import status
 from farcast.cli.train import train
@@ -59,6 +60,7 @@ app.command(rich_help_panel="Run")(train)
 app.command(rich_help_panel="Run")(worker)
 app.command(rich_help_panel="Run")(replica)
 app.command(rich_help_panel="Run")(gateway)
+app.add_typer(record, rich_help_panel="Run")
 app.command(rich_help_panel="Look")(status)
 app.command(rich_help_panel="Look")(inspect)
 app.command(rich_help_panel="Look")(plan)

@@ -122,6 +122,7 @@ class _Record(_Wire, frozen=True):
     top_p: float
     engine: _Text
     metadata: Annotated[dict[_Text, _Text], msgspec.Meta(max_length=1 << 12)]
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
 
 
 class _Header(_Wire, frozen=True):
@@ -315,6 +316,7 @@ def _record(t: Trajectory, stored: _Stored, policies: dict[_Policy, int]) -> _Re
         top_p=t.top_p,
         engine=t.engine,
         metadata=t.metadata,
+        top_k=t.top_k,
     )
 
 
@@ -457,6 +459,7 @@ def _trajectory(r: _Record, policies: Sequence[_Policy], columns: Columns) -> Tr
         top_p=r.top_p,
         engine=r.engine,
         metadata=r.metadata,
+        top_k=r.top_k,
     )
     check_trajectory(trajectory, columns)
     return trajectory

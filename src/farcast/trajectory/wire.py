@@ -67,3 +67,5 @@ class Trajectory(_Wire, frozen=True, kw_only=True):
     top_p: float = 1.0
     engine: str = ""
     metadata: dict[str, str] = {}
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+    """How many tokens could be drawn; 0 where all could."""
