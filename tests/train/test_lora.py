@@ -137,3 +137,10 @@ def test_layers_of_peft_are_understood() -> None:
     model.merge_adapter()
     with pytest.raises(ConfigError, match="unmerge it first"):
         merged_tensors(model)
+    model.unmerge_adapter()
+    copying = peft.get_peft_model(
+        tiny_module(),
+        peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]),
+    )
+    with pytest.raises(ConfigError, match="trained copy of a whole layer"):
+        merged_tensors(copying)

@@ -85,6 +85,7 @@ def merged_tensors(module: Any) -> dict[str, torch.Tensor]:
     """The served parameters by the names they have without adapters, in bf16; adapters are in
     their layer's weight."""
     layers = dict(_layers(module))
+    _refuse_copies(module)
     out: dict[str, torch.Tensor] = {}
     for name, param in module.named_parameters():
         owner, _, rest = name.rpartition(".base_layer.")
@@ -143,6 +144,16 @@ def _adapter(name: str, layer: Any) -> _Adapter | None:
         return None
     key = active[0]
     return _Adapter(layer.lora_A[key].weight, layer.lora_B[key].weight, layer.scaling[key])
+
+
+def _refuse_copies(module: Any) -> None:
+    """PEFT's `modules_to_save` trains whole copies of layers, under names of its own."""
+    copied = [name for name, _ in module.named_parameters() if ".modules_to_save." in name]
+    if copied:
+        raise ConfigError(
+            f"The parameter {copied[0][:80]!r} is a trained copy of a whole layer; "
+            "leave modules_to_save out, or publish adapters."
+        )
 
 
 def _is_adapter(name: str, layers: dict[str, _Adapter]) -> bool:
