@@ -215,7 +215,7 @@ ATTACKS: dict[str, bytes] = {
     "run id that climbs": forged(lambda h: h.__setitem__(0, "../x")),
     "text for a number": forged(put(TOKENS, "8")),
     "record too short": forged(lambda h: h[RECORDS][0].pop()),
-    "record too long": forged(lambda h: h[RECORDS][0].append(1)),
+    "record too long": forged(lambda h: h[RECORDS][0].extend([1, 1])),
     "nan reward": forged(put(REWARD, float("nan"))),
 }
 
@@ -313,6 +313,12 @@ def test_same_trajectories_same_bytes_whatever_the_order_of_dicts() -> None:
     two = episode(rewards={"b": 2.0, "a": 1.0}, metadata={"y": "2", "x": "1"})
     first, second = (encode_batch([t], run_id=RUN, sequence=0) for t in (one, two))
     assert first == second
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 50])
+def test_top_k_arrives(top_k: int) -> None:
+    data = encode_batch([episode(top_k=top_k)], run_id=RUN, sequence=0)
+    assert decode_batch(data).trajectories[0].top_k == top_k
 
 
 def test_golden_body() -> None:

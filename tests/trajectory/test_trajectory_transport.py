@@ -4,12 +4,14 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
+from farcast.config import LinkConfig
 from farcast.errors import (
     BacklogFullError,
     BrokenBatchError,
@@ -22,6 +24,7 @@ from farcast.errors import (
     TrajectoryTooLargeError,
 )
 from farcast.lineage.manifest import RUN_KEY
+from farcast.store import LinkedStore, open_store
 from farcast.store.memory import MemoryStore
 from farcast.store.testing import Fail, FaultStore, FlipBit, LoseReply, Rule
 from farcast.trajectory import Trajectory, TrajectoryReceiver, TrajectorySender, encode_batch
@@ -449,3 +452,39 @@ def test_no_secret_is_logged_or_said(caplog: pytest.LogCaptureFixture) -> None:
         sender(store).submit(episode(metadata={"key": secret}, reward=float("nan")))
     assert secret not in caplog.text
     assert secret not in str(refusal.value)
+
+
+def test_a_far_store_is_not_asked_for_one_batch_at_a_time() -> None:
+    """64 batches of one worker, 20 ms away: read ahead, it takes a few round trips."""
+    store = open_store("memory://")
+    sender = TrajectorySender(store, RUN, "w0")
+    sent = [episode(f"t{i}") for i in range(64)]
+    for one in sent:
+        sender.submit(one)
+    far = LinkedStore(store, LinkConfig(rate=1e9, rtt=0.02))
+    receiver = TrajectoryReceiver(far, RUN)
+    began = time.monotonic()
+    found = receiver.consume(64)
+    seconds = time.monotonic() - began
+    receiver.close()
+    assert ids(found) == ids(sent), "in the order in which they were sent"
+    assert seconds < 64 * 0.02 / 2
+
+
+def test_what_was_read_ahead_counts_from_the_state_that_is_restored() -> None:
+    store = open_store("memory://")
+    sender = TrajectorySender(store, RUN, "w0")
+    for i in range(32):
+        sender.submit(episode(f"t{i}"))
+    receiver = TrajectoryReceiver(store, RUN)
+    first = receiver.consume(5)
+    state = receiver.state()
+    rest = receiver.consume(27)
+    receiver.restore(state)
+    assert ids(receiver.consume(27)) == ids(rest)
+    receiver.close()
+    again = TrajectoryReceiver(store, RUN)
+    again.restore(state)
+    assert ids(again.consume(27)) == ids(rest)
+    assert len(first) + len(rest) == 32
+    again.close()

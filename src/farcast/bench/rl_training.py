@@ -21,6 +21,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from farcast.config import LinkConfig, RunConfig
 from farcast.engines.chat import ChatCodec
@@ -41,6 +42,10 @@ from farcast.train.policy import Policy
 from farcast.trajectory import GroupBatcher, TrajectoryReceiver, TrajectorySender
 
 REPLICA = "r1"
+GROUPS = 32
+"""Of a step, four times the preset's: a step of a second, which no real model has, would be
+mostly round trips."""
+
 LAST = 4
 """A run is judged by the mean reward of its last quarter of steps."""
 
@@ -124,8 +129,13 @@ def run_once(
     folder: Path, model: Path, link: LinkConfig | None, *, steps: int, seed: int
 ) -> RunOutcome:
     """Train once in `folder`."""
-    config = run_config(
+    preset = run_config(
         TINY, run_id="bench", store=str(folder / "store"), out=folder, steps=steps, seed=seed
+    )
+    config = replace(
+        preset,
+        train=replace(preset.train, groups_per_step=GROUPS, max_backlog_groups=2 * GROUPS),
+        sampling=replace(preset.sampling, batch_groups=GROUPS // 4),
     )
     side = _TrainerSide(config, folder, model, _reach(folder, link))
     stop, failures = threading.Event(), list[Exception]()

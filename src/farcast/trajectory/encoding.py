@@ -31,7 +31,7 @@ takes the next one without compressing again.
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -274,9 +274,10 @@ def _describe(
     policies: dict[_Policy, int] = {}
     stored = [_store(c) for c in columns]
     try:
-        records = tuple(_record(t, s, policies) for t, s in zip(trajectories, stored, strict=True))
+        pairs = zip(trajectories, stored, strict=True)
+        records = [_written(_record(t, s, policies)) for t, s in pairs]
         header = msgspec.msgpack.encode(
-            _Header(run_id, width, tuple(policies), records), order="deterministic"
+            (run_id, width, tuple(policies), records), order="deterministic"
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise FormatError(
@@ -318,6 +319,13 @@ def _record(t: Trajectory, stored: _Stored, policies: dict[_Policy, int]) -> _Re
         metadata=t.metadata,
         top_k=t.top_k,
     )
+
+
+def _written(record: _Record) -> tuple[Any, ...]:
+    """A record as it is written: what was added to it since is left out where it says nothing, so
+    that every reader of this format knows it."""
+    fields = msgspec.structs.astuple(record)
+    return fields if record.top_k else fields[:-1]
 
 
 def _planes(parts: Sequence[NDArray[np.uint32]], width: int) -> bytes:

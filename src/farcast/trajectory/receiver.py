@@ -19,7 +19,7 @@ import base64
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -115,6 +115,8 @@ class TrajectoryReceiver:
         self._clock = clock
         self._positions: dict[str, _Position] = {}
         self._held: dict[str, _Held] = {}
+        self._ahead: dict[tuple[str, int], _Ready] = {}
+        self._windows: dict[str, int] = {}
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._after = ""
         self._duplicates = 0
@@ -172,6 +174,7 @@ class TrajectoryReceiver:
                 "skip only after consume() has raised BrokenBatchError."
             )
         first = next(self._sequences(worker_id, position.sequence), position.sequence)
+        self._ahead.clear()
         self._advance(worker_id, max(first, position.sequence + 1))
         self._skipped += 1
 
@@ -202,6 +205,8 @@ class TrajectoryReceiver:
         self._after = read.after
         self._duplicates, self._skipped = read.duplicates, read.skipped
         self._held.clear()
+        self._ahead.clear()
+        self._windows.clear()
         self._refused.clear()
         self._waiting_since.clear()
         self._discovered_at = None
@@ -294,22 +299,44 @@ class TrajectoryReceiver:
 
         `lenient` leaves a store error for the next call, so that what was taken is returned."""
         wanted = [worker for worker in workers if worker not in self._held]
-        futures = {worker: self._pool.submit(self._read, worker) for worker in wanted}
-        for worker, future in futures.items():
+        futures = {place: self._pool.submit(self._read, *place) for place in self._window(wanted)}
+        for worker in wanted:
+            place = worker, self._positions[worker].sequence
+            found: _Held | _Missing | None = self._ahead.pop(place, None)
             try:
-                found = future.result()
+                if found is None:
+                    found = futures.pop(place).result()
             except FarcastError:
                 if lenient:
                     continue
                 raise
             if isinstance(found, _Missing):
+                self._windows.pop(worker, None)
                 self._look_for_gap(worker)
             else:
+                self._windows[worker] = min(2 * self._windows.get(worker, 1), _FETCHES)
                 self._waiting_since.pop(worker, None)
                 self._held[worker] = found
+        self._keep_ahead(futures)
 
-    def _read(self, worker: str) -> _Held | _Missing:
-        sequence = self._positions[worker].sequence
+    def _window(self, workers: list[str]) -> Iterator[tuple[str, int]]:
+        """What to ask for now: over a long line one answer at a time would take a round trip a
+        batch, so the next numbers of a worker are asked for with the present one, more of them
+        each time as long as they are there. Few workers only: many fill the line by themselves."""
+        for worker in workers:
+            first = self._positions[worker].sequence
+            if (worker, first) in self._ahead:
+                continue
+            width = min(self._windows.get(worker, 1), max(1, _FETCHES // len(workers)))
+            yield from ((worker, first + further) for further in range(width))
+
+    def _keep_ahead(self, futures: dict[tuple[str, int], "Future[_Held | _Missing]"]) -> None:
+        """Keep whole batches for their turn; anything else is asked for again then."""
+        for place, future in futures.items():
+            if future.exception() is None and isinstance(found := future.result(), _Ready):
+                self._ahead[place] = found
+
+    def _read(self, worker: str, sequence: int) -> _Held | _Missing:
         try:
             data = self._store.get(batch_key(worker, sequence), max_bytes=MAX_BATCH_BYTES)
             return _Ready(self._checked(data, worker, sequence))
@@ -372,7 +399,7 @@ class TrajectoryReceiver:
         later = next(self._sequences(worker, sequence + 1), None)
         if later is None:
             self._waiting_since[worker] = now
-        elif isinstance(self._read(worker), _Missing):
+        elif isinstance(self._read(worker, sequence), _Missing):
             self._held[worker] = _Broken(
                 IntegrityError(f"Batch {sequence} is missing although batch {later} exists.")
             )
