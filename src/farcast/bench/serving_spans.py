@@ -72,6 +72,8 @@ class SpanReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of as many answers, computed under the version before the one they name."""
     logprob_error_max: float
     control_error_min: float
+    worst: list[tuple[float, float, tuple[int, ...]]]
+    """Of the three answers that fit worst: error, that of the control, version of each token."""
 
 
 def check_spans(
@@ -251,6 +253,13 @@ def _computed_again(run: _Run, answers: Sequence[Answer], lost: int, say: Say) -
         control_mismatches=sum(error > TOLERANCE for error in control),
         logprob_error_max=max(errors, default=0.0),
         control_error_min=min(control, default=0.0),
+        worst=sorted(
+            (
+                (error, other, answer.versions)
+                for error, other, answer in zip(errors, control, ordered, strict=True)
+            ),
+            reverse=True,
+        )[:3],
     )
 
 
