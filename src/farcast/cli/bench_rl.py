@@ -30,7 +30,7 @@ def rl(
 
     Workers and trainer as processes that are killed at random over a failing store; bytes per
     token against usual codings; and a tiny model trained with and without an emulated link, on
-    both sides. About ten minutes on two cores.
+    both sides. Wants a machine to itself: what else runs there shows in the last two.
 
     ```
     farcast bench rl --json rl.json
