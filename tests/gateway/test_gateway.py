@@ -83,7 +83,7 @@ def test_work_is_spread_and_answers_are_right(fleet: Fleet) -> None:
 
 
 def test_a_session_stays_on_its_replica(fleet: Fleet) -> None:
-    for session in ("a", "b", "c", "d"):
+    for session in ("a", "b", "c", "d", "e" * 1000):
         found = {fleet.ask(session=session).headers["x-farcast-replica"] for _ in range(4)}
         assert len(found) == 1
 
@@ -167,6 +167,17 @@ def test_a_record_that_names_a_stranger_costs_a_question(fleet: Fleet) -> None:
             break
         time.sleep(0.2)
     assert [fleet.ask().status for _ in range(6)] == [200] * 6
+
+
+def test_damaged_and_stray_records_do_not_stop_the_gateway(fleet: Fleet) -> None:
+    store, registry = fleet.world.run.store, Registry(fleet.world.run.store)
+    store.put("fleet/replicas/zzz.json", b"{")
+    registry.write_replica(
+        ReplicaRecord(replica_id="odd", state="serving", version=0, url="http://[x", updated=1.0)
+    )
+    time.sleep(2.5)
+    assert [fleet.ask().status for _ in range(6)] == [200] * 6
+    assert fleet.gateway.process.poll() is None
 
 
 def test_a_killed_replica_is_passed_over_and_a_new_one_found(fleet: Fleet) -> None:

@@ -335,10 +335,23 @@ def test_silent_stopped_and_odd_replicas_are_not_asked() -> None:
     assert fleet.names(Constraint()) == []
     fleet.update(3, a=3)  # it lives
     assert fleet.names(Constraint()) == ["a"]
-    for odd in ({"state": "draining"}, {"state": "failed"}, {"url": ""}, {"url": "file:///etc"}):
+    odd_ones = [{"state": "draining"}, {"state": "failed"}]
+    odd_ones += [
+        {"url": url} for url in ("", "file:///etc", "http://", "http://[x", "http://h:99999")
+    ]
+    for odd in odd_ones:
         fleet.view.update({"a": fleet.sighting("a", 3, fleet.now, **odd)})
         fleet.now += 1
         assert fleet.names(Constraint()) == [], odd
+
+
+def test_an_address_with_a_slash_at_its_end_is_the_same_replica_at_each_look() -> None:
+    fleet = Fleet()
+    fleet.view.update({"a": fleet.sighting("a", 3, 1, url="http://a/")})
+    (member,) = fleet.view.usable()
+    member.load = 7
+    fleet.view.update({"a": fleet.sighting("a", 3, 2, url="http://a/")})
+    assert fleet.view.usable() == [member]
 
 
 def test_one_that_did_not_answer_is_asked_last_for_a_while() -> None:

@@ -4,7 +4,8 @@ A record is trusted for a while after it last *changed*, by this process's own c
 two machines have to agree on the time. Between two looks at the store, answers tell more: which
 version a replica serves now, and that one is out of reach.
 
-Refuses to send anything to a replica whose record names no http(s) address.
+Refuses to send anything to a replica whose record names no http(s) address, and never fails at one:
+anybody who may write a record would else stop the gateway.
 """
 
 import time
@@ -88,11 +89,12 @@ class FleetView:
     def _take(self, name: str, sighting: Sighting) -> None:
         record = sighting.record
         member = self._members.get(name)
-        if member is None or member.url != record.url:
-            if urlsplit(record.url).scheme not in ("http", "https"):
+        url = record.url.rstrip("/")
+        if member is None or member.url != url:
+            if not _is_address(url):
                 self._members.pop(name, None)
                 return
-            member = self._members[name] = Member(name, record.url.rstrip("/"))
+            member = self._members[name] = Member(name, url)
             age = self._wall() - sighting.modified
             member.changed = self._clock() - max(0.0, age)
         elif record.updated != member.updated:
@@ -101,6 +103,14 @@ class FleetView:
             member.updated = record.updated
             member.version = record.version
             member.serving = record.state in _SERVING
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is none
+        return False
 
 
 def _in_order(

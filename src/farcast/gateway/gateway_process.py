@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from farcast.errors import FarcastError
+from farcast.errors import FarcastError, FormatError
 from farcast.fleet.finding import open_archive
 from farcast.fleet.registry import Registry
 from farcast.fleet.saying import say
@@ -86,10 +86,18 @@ async def _serve(
 
 
 async def _look(fleet: FleetView, registry: Registry, seconds: float) -> None:
-    """Until cancelled. A store that is away changes nothing until records are too old."""
+    """Until cancelled. A store that is away changes nothing until records are too old; a record
+    that is damaged, or a stray file, is left out and logged once."""
+    told: set[str] = set()
+
+    def leave_out(key: str, error: FormatError) -> None:
+        if key not in told:
+            told.add(key)
+            _LOG.warning("%s is left out: %s", key, error)
+
     while True:
         try:
-            fleet.update(await asyncio.to_thread(registry.replicas))
+            fleet.update(await asyncio.to_thread(registry.replicas, damaged=leave_out))
         except FarcastError as error:
             if not error.retry:
                 raise

@@ -42,6 +42,9 @@ TRIES = 4
 SESSIONS = 1 << 16
 """Sessions remembered; the one unused for longest is forgotten, and then starts anywhere."""
 
+MAX_SESSION = 256
+"""Characters of a session's name that count."""
+
 _TO_REPLICA = (asked.HEADER, "X-Request-Id", "traceparent")
 _FROM_REPLICA = ("Content-Type", "Retry-After")
 _MENTION = b"weight_version"
@@ -129,7 +132,7 @@ class Router:
         body = await read_body(request) if route.method == "POST" else None
         unsent = Unsent(route, body, self._headers(request))
         constraint = _constraint(unsent)
-        session = request.headers.get(SESSION)
+        session = request.headers.get(SESSION, "")[:MAX_SESSION] or None
         preferred = None if session is None else self._sessions.get(session)
         refused: web.StreamResponse | None = None
         for member, _ in self._fleet.ordered(constraint, preferred)[:TRIES]:
@@ -194,8 +197,8 @@ class Router:
         return headers
 
     def _remember(self, session: str, name: str) -> None:
-        self._sessions[session[:256]] = name
-        self._sessions.move_to_end(session[:256])
+        self._sessions[session] = name
+        self._sessions.move_to_end(session)
         if len(self._sessions) > SESSIONS:
             self._sessions.popitem(last=False)
 
