@@ -135,7 +135,16 @@ def test_values_of_a_tensor_come_row_by_row(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["https://host:1", "http://user:secret@host:1", "host:1", "http://host:1/path", ""]
+    "address",
+    [
+        "https://host:1",
+        "http://user:secret@host:1",
+        "http://user:secret@host:99999",
+        "http://user:secret@[host",
+        "host:1",
+        "http://host:1/path",
+        "",
+    ],
 )
 def test_addresses_that_are_none_are_refused_without_repeating_them(address: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -84,9 +84,14 @@ class HttpClient:
     def _connection(self) -> http.client.HTTPConnection:
         if self._address.startswith("unix:"):
             return _UnixConnection(self._address.removeprefix("unix:"), self._timeout)
-        parts = urlsplit(self._address)
+        wrong = ConfigError(
+            "An engine's address is http://HOST:PORT or unix:PATH, without anything more."
+        )
+        try:
+            parts = urlsplit(self._address)
+            port = parts.port or 80
+        except ValueError:  # brackets that do not close, a port that is none
+            raise wrong from None
         if parts.scheme != "http" or not parts.hostname or parts.username or parts.path.strip("/"):
-            raise ConfigError(
-                "An engine's address is http://HOST:PORT or unix:PATH, without anything more."
-            )
-        return http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=self._timeout)
+            raise wrong
+        return http.client.HTTPConnection(parts.hostname, port, timeout=self._timeout)
