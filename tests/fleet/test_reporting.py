@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from farcast.errors import StoreUnavailableError, VersionConflictError
-from farcast.fleet import reporting
+from farcast.fleet import heartbeat, reporting, watching
+from farcast.fleet.heartbeat import Heartbeat
 from farcast.fleet.records import Receipt, ReplicaRecord
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter, default_id
+from farcast.fleet.watching import TrainerWatch
 from farcast.store import open_store
 from farcast.types import NAME_PATTERN, VersionRef
 
@@ -101,3 +103,36 @@ def test_a_second_replica_under_one_name_is_found_out() -> None:
 
 def test_a_default_id_is_a_name() -> None:
     assert NAME_PATTERN.fullmatch(default_id())
+
+
+class _Fails(Registry):
+    """Meets an error that nobody foresaw, from the second call on."""
+
+    calls = 0
+
+    def _fail(self, *_: object) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            raise RuntimeError("unforeseen")
+
+    write_trainer = write_replica = trainer = _fail  # type: ignore[assignment]
+
+
+def test_no_thread_ends_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers take their backpressure, and their end, from what these threads write and read."""
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.01)
+
+    def raises(check: Callable[[], object]) -> bool:
+        try:
+            check()
+        except RuntimeError:
+            return True
+        return False
+
+    with Heartbeat(_Fails(open_store("memory://")), "run") as beating:
+        wait_until(lambda: raises(beating.check))
+    with ReplicaReporter(_Fails(open_store("memory://")), "r1") as reporter:
+        wait_until(lambda: raises(reporter.check))
+    with TrainerWatch(_Fails(open_store("memory://")), "w1") as watch:
+        wait_until(lambda: raises(lambda: watch.done))

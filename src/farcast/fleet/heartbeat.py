@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from farcast.errors import FarcastError, StoreUnavailableError
+from farcast.errors import StoreUnavailableError
 from farcast.fleet.records import TrainerRecord
 from farcast.fleet.registry import Registry
 
@@ -35,7 +35,7 @@ class Heartbeat:
         self._clock = clock
         self._lock = threading.Lock()
         self._record = TrainerRecord(run_id=run_id, state="starting", version=0, step=0)
-        self._error: FarcastError | None = None
+        self._error: Exception | None = None
         self._news = threading.Event()
         self._left = False
         self._thread = threading.Thread(target=self._run, name="farcast-heartbeat", daemon=True)
@@ -97,7 +97,7 @@ class Heartbeat:
                 last_words_tried += leaving
                 if last_words_tried < LAST_WORD_TRIES:
                     continue
-            except FarcastError as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ends unseen would hide it
                 self._error = error
                 return
             if leaving:

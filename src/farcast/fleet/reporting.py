@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
-from farcast.errors import FarcastError, StoreUnavailableError
+from farcast.errors import StoreUnavailableError
 from farcast.fleet.records import Receipt, ReplicaRecord
 from farcast.fleet.registry import Registry
 from farcast.types import VersionRef
@@ -56,7 +56,7 @@ class ReplicaReporter:
         self._commit_seconds = 0.0
         self._rates: deque[tuple[float, int]] = deque()
         self._receipts: deque[Receipt] = deque()
-        self._error: FarcastError | None = None
+        self._error: Exception | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farcast-report", daemon=True)
 
@@ -148,7 +148,7 @@ class ReplicaReporter:
                 if leaving:
                     return
                 continue
-            except FarcastError as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ends unseen would hide it
                 with self._lock:
                     self._error = error
                 return

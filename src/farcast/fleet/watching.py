@@ -3,7 +3,7 @@
 import threading
 from types import TracebackType
 
-from farcast.errors import FarcastError, FormatError, StoreUnavailableError
+from farcast.errors import FormatError, StoreUnavailableError
 from farcast.fleet.registry import Registry
 
 LOOK_SECONDS = 0.3
@@ -23,7 +23,7 @@ class TrainerWatch:
         self._position: int | None = None
         self._done = False
         self._step = 0
-        self._error: FarcastError | None = None
+        self._error: Exception | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="farcast-watch", daemon=True)
 
@@ -61,7 +61,7 @@ class TrainerWatch:
         while not self._left.wait(LOOK_SECONDS):
             try:
                 self._look()
-            except FarcastError as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ends unseen would hide it
                 self._error = error
                 return
 
