@@ -18,6 +18,7 @@ from farcast.fleet.records import (
 from farcast.fleet.registry import Registry, Sighting
 from farcast.fleet.watching import TrainerWatch
 from farcast.store import Store, open_store
+from farcast.trajectory.receiver import MAX_WORKERS
 
 ROOT, OTHER = "0" * 64, "1" * 64
 
@@ -168,3 +169,14 @@ def test_a_store_whose_clock_is_off_makes_no_replica_silent(
         assert not observer.look().silent("r1")
     now[0] += 11  # it writes no more
     assert observer.look().silent("r1")
+
+
+def test_the_largest_records_that_settings_allow_are_read(store: Store) -> None:
+    registry = Registry(store)
+    ids = tuple(f"0123456789ab-{i:06d}-{i % 64}" for i in range(1 << 16))
+    registry.put_step(replace(step(1), consumed=ids))
+    assert [len(record.consumed) for record in registry.steps()] == [1 << 16]
+    workers = {f"{i:06d}-".ljust(128, "w"): 10**12 for i in range(MAX_WORKERS)}
+    record = TrainerRecord(run_id="r", state="training", version=1, step=1, positions=workers)
+    registry.write_trainer(record)
+    assert registry.trainer() == record

@@ -15,7 +15,11 @@ import msgspec
 
 from farcast.types import Digest, Name
 
-MAX_RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 22
+"""The trainer's record names every worker there ever was: 16,384 long names take 2.5 MB."""
+
+MAX_STEP_BYTES = 1 << 26
+"""A step's record names every trajectory that it used: 65,536 of them take 1.6 MB."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

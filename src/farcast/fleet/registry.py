@@ -15,6 +15,7 @@ import msgspec
 from farcast.errors import FormatError, ObjectExistsError, ObjectNotFoundError, VersionConflictError
 from farcast.fleet.records import (
     MAX_RECORD_BYTES,
+    MAX_STEP_BYTES,
     Receipt,
     ReplicaRecord,
     StepRecord,
@@ -127,8 +128,9 @@ class Registry:
                 ) from None
 
     def _read(self, key: str, kind: type[_T]) -> _T | None:
+        bound = MAX_STEP_BYTES if kind is StepRecord else MAX_RECORD_BYTES
         try:
-            data = self._store.get(key, max_bytes=MAX_RECORD_BYTES)
+            data = self._store.get(key, max_bytes=bound)
         except ObjectNotFoundError:
             return None
         try:
