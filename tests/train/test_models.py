@@ -1,4 +1,5 @@
 import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,27 @@ def test_a_full_disk_leaves_no_half_model(
     with pytest.raises(ConfigError, match="No space left"):
         models.prepare_model("tiny", tmp_path)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_prepared_model_is_durable_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, bool]] = []
+    final = tmp_path / "models" / f"tiny-{models._LAYOUT}"
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, final.exists()))
+
+    def small(folder: Path, _: Any) -> None:
+        (folder / "below").mkdir()
+        (folder / "below" / "config.json").write_text("{}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(models, "_build_tiny", small)
+    assert models.prepare_model("tiny", tmp_path) == final
+    before = {inode for inode, named in synced if not named}
+    assert before == {p.stat().st_ino for p in (final, *final.rglob("*"))}
+    assert [inode for inode, named in synced if named] == [final.parent.stat().st_ino]
 
 
 def test_weights_that_the_files_lack_are_never_made_up(tmp_path: Path) -> None:

@@ -8,12 +8,10 @@ A folder is written under another name, made durable, and renamed: a crash or a 
 the previous one. The two newest are kept. Tensors are compared with their digest before use.
 """
 
-import contextlib
 import errno
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +20,7 @@ import torch
 from blake3 import blake3
 
 from farcast.errors import ConfigError, FormatError, IntegrityError, RunMismatchError
+from farcast.train.durable import sync_folder, sync_tree
 from farcast.types import Digest, Name
 
 KEEP = 2
@@ -70,7 +69,7 @@ class Checkpoints:
             self._write(part, state, tensors)
             shutil.rmtree(final, ignore_errors=True)  # the same step again, after a resume
             part.rename(final)
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
             self._prune()
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
@@ -116,9 +115,7 @@ class Checkpoints:
             state=state, tensors_digest=_digest(path), tensors_size=path.stat().st_size
         )
         (part / _STATE).write_bytes(msgspec.json.encode(stored))
-        for file in (path, part / _STATE):
-            _sync_file(file)
-        _sync_folder(part)
+        sync_tree(part)
 
     def _read(self, folder: Path) -> tuple[CheckpointState, dict[str, torch.Tensor]]:
         from safetensors import SafetensorError
@@ -169,22 +166,3 @@ def _digest(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             hasher.update(chunk)
     return hasher.hexdigest()
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    with _opened(path) as descriptor:
-        os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -6,11 +6,13 @@ tiny      a Llama of about a million parameters with a tokenizer of single chara
           a fixed seed, so that the same job runs in seconds.
 anything else is the path of a local folder; nothing is downloaded.
 
-A folder in the cache is written under another name and renamed, so it is whole or not there.
+A folder in the cache is written under another name, made durable and renamed, so it is whole or
+not there.
 """
 
 import importlib.metadata
 import os
+import secrets
 import shutil
 import string
 from collections.abc import Callable
@@ -22,6 +24,7 @@ import torch
 
 from farcast.engines.modules import check_folder
 from farcast.errors import ConfigError, MissingDependencyError
+from farcast.train.durable import sync_folder, sync_tree
 
 Say = Callable[[str], None]
 
@@ -49,13 +52,16 @@ def prepare_model(name: str, cache: Path, say: Say = lambda _: None) -> Path:
     final = cache / "models" / f"{name}-{_LAYOUT}"
     if final.is_dir():
         return final
-    part = final.with_name(f"{final.name}.{os.getpid()}.part")
+    # Not the process id: containers that share a cache may all have the same.
+    part = final.with_name(f"{final.name}.{secrets.token_hex(8)}.part")
     from safetensors import SafetensorError
 
     try:
         part.mkdir(parents=True)
         builder(part, say)
+        sync_tree(part)
         part.rename(final)
+        sync_folder(final.parent)
     except (OSError, SafetensorError) as error:
         if final.is_dir():  # another process was quicker
             return final
