@@ -265,6 +265,49 @@ def test_a_token_of_an_old_span_stays_out_and_its_neighbours_do_not(tmp_path: Pa
     assert (report.masked, report.tokens) == (4, sum(answers))
 
 
+def _breaks_at(module: Any, token: int) -> None:
+    """What the model computes from `token` on is not a number."""
+
+    def hook(_: Any, inputs: Any, output: Any) -> Any:
+        return output.masked_fill((inputs[0] == token)[..., None], float("nan"))
+
+    module.get_input_embeddings().register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_sample_that_the_model_cannot_compute_is_left_out_alone(
+    tmp_path: Path, updates: int
+) -> None:
+    """The step is the one that the other members' tokens make."""
+    config = TrainWorld(tmp_path, updates_per_step=updates, learning_rate=1e-3).config
+    group = members()
+    used = {token for member in group for token in member.token_ids}
+    module = tiny_module()
+    odd = next(t for t in range(module.config.vocab_size) if t not in used)
+    group[1] = replace(group[1], token_ids=(*group[1].token_ids[:4], odd, *group[1].token_ids[5:]))
+    _breaks_at(module, odd)
+    policy = Policy(module, config)
+    before = served_root(policy.served())
+    report = update(policy, [group], objective_of(config), config, version=0, step=1)
+    assert report.left_out == sum(group[1].loss_mask)
+    assert report.entered == sum(sum(m.loss_mask) for m in group) - report.left_out
+    assert 0 < report.grad_norm < float("inf")
+    assert 0 < report.largest_ratio < float("inf")
+    assert served_root(policy.served()) != before
+    assert all(bool(t.isfinite().all()) for t in policy.served().values())
+
+
+def test_where_no_sample_can_be_computed_nothing_changes(tmp_path: Path) -> None:
+    config = TrainWorld(tmp_path).config
+    module = tiny_module()
+    _breaks_at(module, members()[0].token_ids[0])  # in the prompt that all share
+    policy = Policy(module, config)
+    before = served_root(policy.served())
+    report = update(policy, [members()], objective_of(config), config, version=0, step=1)
+    assert (report.entered, report.left_out) == (0, report.tokens)
+    assert served_root(policy.served()) == before
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "tis", "decoupled", "reinforce"])
 def test_every_objective_trains_for_several_updates_a_step(tmp_path: Path, name: str) -> None:
     config = TrainWorld(tmp_path, objective=name, updates_per_step=2, learning_rate=1e-4).config

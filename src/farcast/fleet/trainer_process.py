@@ -344,6 +344,7 @@ class _Recorder:
         line["dropped"] = {reason: len(ids) for reason, ids in record.dropped.items()}
         line |= {"kl": report.kl, "clipped": report.clipped, "time": time.time()}
         line |= {"masked": report.masked, "left_out": report.left_out}
+        line |= {"largest_ratio": report.largest_ratio}
         line["publish"] = asdict(report.published)
         with self._metrics.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")

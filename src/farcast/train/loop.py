@@ -60,6 +60,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens kept out of the loss: too old by `mask_staleness`, or refused by the objective."""
     left_out: int
     """Tokens kept out since a number was not finite."""
+    largest_ratio: float
+    """Of current to behaviour probability, among the tokens that entered; 0 without one."""
     staleness_mean: float
     staleness_max: int
     consumed: tuple[str, ...]
@@ -315,6 +317,7 @@ class Trainer:
                 clipped=done.report.clipped,
                 masked=done.report.masked,
                 left_out=done.report.left_out,
+                largest_ratio=done.report.largest_ratio,
                 staleness_mean=sum(ages) / len(ages),
                 staleness_max=max(ages),
                 consumed=tuple(member.id for member in members),

@@ -8,7 +8,7 @@ log-prob is the one that the member alone would give.
 Shapes: L tokens of the pack, N tokens in the loss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,10 @@ class Pack(NamedTuple):
     """[N] float32: tokens in the loss of the answer that a token belongs to."""
     ages: torch.Tensor
     """[N] int64: versions between the one that wrote the token and the trainer's."""
+    rows: torch.Tensor
+    """[L] int64: the member, from 1, that a token of the pack belongs to; 0 for the shared part."""
+    owners: torch.Tensor
+    """[N] int64: the same for the targets."""
     temperature: float
 
 
@@ -89,6 +93,28 @@ def pack_group(
         yield _pack(prefix, waiting, members[0].temperature)
 
 
+def without(pack: Pack, members: Collection[int]) -> tuple[Pack, torch.Tensor]:
+    """The pack without some members, numbered from 1, and which targets stayed ([N] bool). The
+    others' log-probs are those that they had."""
+    gone = torch.tensor(sorted(members), dtype=torch.long)
+    kept, rows = ~torch.isin(pack.owners, gone), ~torch.isin(pack.rows, gone)
+    place = rows.cumsum(0) - 1
+    smaller = pack._replace(
+        token_ids=pack.token_ids[rows],
+        positions=pack.positions[rows],
+        visible=pack.visible[rows][:, rows],
+        rows=pack.rows[rows],
+        predictors=place[pack.predictors[kept]],
+        targets=pack.targets[kept],
+        behaviour=pack.behaviour[kept],
+        advantages=pack.advantages[kept],
+        lengths=pack.lengths[kept],
+        ages=pack.ages[kept],
+        owners=pack.owners[kept],
+    )
+    return smaller, kept
+
+
 def token_ages(member: Trajectory, version: int) -> list[int]:
     """For each token, how many versions ago it was written; 0 for tokens that no model wrote."""
     ages = [0] * len(member.token_ids)
@@ -118,6 +144,7 @@ def _pack(prefix: Sequence[int], tails: Sequence[_Tail], temperature: float) -> 
     advantages: list[float] = []
     lengths: list[int] = []
     ages: list[int] = []
+    owned: list[int] = []
     for owner, tail in enumerate(tails, start=1):
         begin = len(tokens)
         # The first token after the shared part is predicted by the last shared one.
@@ -127,6 +154,7 @@ def _pack(prefix: Sequence[int], tails: Sequence[_Tail], temperature: float) -> 
         advantages += [tail.advantage] * len(tail.in_loss)
         lengths += [len(tail.in_loss)] * len(tail.in_loss)
         ages += tail.ages
+        owned += [owner] * len(tail.in_loss)
         read = tail.token_ids[:-1]  # nothing is predicted from the last token
         tokens += read
         positions += range(shared, shared + len(read))
@@ -143,5 +171,7 @@ def _pack(prefix: Sequence[int], tails: Sequence[_Tail], temperature: float) -> 
         advantages=torch.tensor(advantages, dtype=torch.float32),
         lengths=torch.tensor(lengths, dtype=torch.float32),
         ages=torch.tensor(ages, dtype=torch.long),
+        rows=owner_of,
+        owners=torch.tensor(owned, dtype=torch.long),
         temperature=temperature,
     )

@@ -56,11 +56,14 @@ class Team:
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Sums over the ranks of each of `values`."""
+        return [sum(column) for column in zip(*self.rows(values), strict=True)]
+
+    def rows(self, values: Sequence[float]) -> list[list[float]]:
+        """The `values` of each rank."""
         if self._rounds is None:
-            return list(values)
+            return [list(values)]
         told = self._rounds.share(lambda: msgspec.msgpack.encode(list(values)))
-        columns = [msgspec.msgpack.decode(data, type=list[float]) for data in told]
-        return [sum(column) for column in zip(*columns, strict=True)]
+        return [msgspec.msgpack.decode(data, type=list[float]) for data in told]
 
     def common(self, numbers: Sequence[int]) -> list[int]:
         """Those of `numbers` that every rank has, sorted."""

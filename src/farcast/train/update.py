@@ -2,6 +2,10 @@
 
 The proximal log-probs are those of the first pass, before anything moved, so no objective needs
 a forward pass of its own.
+
+A sample for which this model computes a number that is not finite is left out and counted: through
+the graph its gradient would reach every weight, even with a loss of zero. That takes a second pass
+over its pack, which ranks in step cannot take one by one; there such a step changes nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +22,7 @@ from farcast.train.objectives import (
     evaluate,
     fresh_enough,
 )
-from farcast.train.packing import Pack, pack_group, token_ages
+from farcast.train.packing import Pack, pack_group, token_ages, without
 from farcast.train.team import Team
 from farcast.trajectory import Trajectory
 
@@ -46,7 +50,9 @@ class UpdateReport(NamedTuple):
     masked: int
     """Tokens that a rule kept out."""
     left_out: int
-    """Tokens kept out since a number was not finite."""
+    """Tokens kept out since a number was not finite, theirs or another of the same sample."""
+    largest_ratio: float
+    """Of current to behaviour probability, among the tokens that entered; 0 without one."""
     tokens: int
     """Tokens in the loss of all groups, those of groups without a gradient included."""
     grad_norm: float
@@ -69,16 +75,21 @@ def update(
     team = team or Team()
     size = step_size(groups, version=version, bound=config.mask_staleness)
     packs = _share([pack for group in groups for pack in _packs(group, objective, version)], team)
-    proximal: list[torch.Tensor] = []
+    proximal: dict[int, torch.Tensor] = {}
     outputs: list[LossOutputs] = []
-    grad_norm = 0.0
-    for number in range(config.updates_per_step):
+    grad_norm, lost = 0.0, 0
+    for _ in range(config.updates_per_step):
         outputs.clear()
-        for index, (pack, counts) in enumerate(packs):
-            logprobs = learner.logprobs(pack)
-            if number == 0:
-                proximal.append(logprobs.detach())
-            inputs = loss_inputs(pack, logprobs, proximal[index], objective, config, size)
+        for index, (whole, counts) in enumerate(packs):
+            pack, kept, logprobs = _computed(learner, whole, team)
+            packs[index] = (pack, counts)
+            lost += len(whole.targets) - len(pack.targets)
+            if logprobs is None:
+                continue
+            before = proximal.get(index)
+            mine = logprobs.detach() if before is None else before[kept.to(before.device)]
+            proximal[index] = mine
+            inputs = loss_inputs(pack, logprobs, mine, objective, config, size)
             if not counts:
                 inputs = inputs._replace(keep=torch.zeros_like(inputs.keep))
             out = evaluate(objective.surrogate, inputs)
@@ -86,7 +97,38 @@ def update(
             if counts:
                 outputs.append(out._replace(loss=out.loss.detach()))
         grad_norm = learner.step(step)
-    return _report(outputs, groups, grad_norm, team)
+    return _report(outputs, groups, grad_norm, lost, team)
+
+
+def _computed(
+    learner: Learner, pack: Pack, team: Team
+) -> tuple[Pack, torch.Tensor, torch.Tensor | None]:
+    """A pass over the pack without the samples that this model cannot compute; which targets
+    stayed, and their log-probs, None if no sample did."""
+    logprobs = learner.logprobs(pack)
+    if team.size > 1 or _is_finite(logprobs):
+        return pack, torch.ones(len(pack.targets), dtype=torch.bool), logprobs
+    pack, kept = without(pack, _broken_members(learner, pack))
+    logprobs = learner.logprobs(pack)
+    if not _is_finite(logprobs):  # each alone can be computed, together they can't
+        pack, _ = without(pack, set(pack.owners.tolist()))
+        kept = torch.zeros_like(kept)
+    return pack, kept, logprobs if len(pack.targets) else None
+
+
+def _broken_members(learner: Learner, pack: Pack) -> set[int]:
+    """Found by a pass over each alone: a mask does not keep what is not finite from the others."""
+    members = set(pack.owners.tolist())
+    with torch.no_grad():
+        return {
+            member
+            for member in members
+            if not _is_finite(learner.logprobs(without(pack, members - {member})[0]))
+        }
+
+
+def _is_finite(logprobs: torch.Tensor) -> bool:
+    return bool(logprobs.detach().isfinite().all())
 
 
 def step_size(
@@ -141,6 +183,7 @@ def _report(
     outputs: Sequence[LossOutputs],
     groups: Sequence[Sequence[Trajectory]],
     grad_norm: float,
+    lost: int,
     team: Team,
 ) -> UpdateReport:
     columns = [
@@ -148,14 +191,18 @@ def _report(
         for out in outputs
     ]
     own = [sum(column) for column in zip(*columns, strict=True)] if columns else [0.0] * 6
-    loss, kl, clipped, entered, masked, left_out = team.sums(own)
+    largest = max((out.largest_ratio for out in outputs), default=0.0)
+    rows = team.rows([*own, largest])
+    *sums, _ = map(sum, zip(*rows, strict=True))
+    loss, kl, clipped, entered, masked, left_out = sums
     return UpdateReport(
         loss=loss,
         kl=kl / max(entered, 1),
         clipped=clipped / max(entered, 1),
         entered=int(entered),
         masked=int(masked),
-        left_out=int(left_out),
+        left_out=int(left_out) + lost,
+        largest_ratio=max(row[-1] for row in rows),
         tokens=sum(sum(member.loss_mask) for group in groups for member in group),
         grad_norm=grad_norm,
     )
