@@ -231,3 +231,22 @@ def test_the_walk_goes_on_from_the_next_anchor(run: Store) -> None:
 def test_a_report_is_plain_json(run: Store) -> None:
     report = audit(run)
     assert msgspec.json.decode(msgspec.json.encode(report), type=AuditReport) == report
+
+
+def test_a_damaged_file_of_the_run_is_found() -> None:
+    store = open_store("memory://")
+    archive = Archive(store, "run")
+    tokenizer = archive.put_object(b"words")
+    archive.create_run(
+        RunRecord(
+            run_id="run", created="2026-01-01T00:00:00Z", assets={"tokenizer.json": tokenizer}
+        )
+    )
+    with Publisher(store, "run") as publisher:
+        publisher.publish(tensors(0), 0)
+    assert not any("tokenizer.json" in line for line in audit(store).differences)
+    store.delete(object_key(tokenizer))
+    store.put(object_key(tokenizer), b"wards")
+    report = audit(store)
+    assert any("tokenizer.json" in line for line in report.differences)
+    assert not report.roots_match

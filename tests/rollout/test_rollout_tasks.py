@@ -7,7 +7,7 @@ import pytest
 
 from farcast.config import TaskConfig
 from farcast.errors import ConfigError, ScoringError
-from farcast.rollout import Letters, Task, make_environment, seed_of
+from farcast.rollout import Letters, Task, check_task, make_environment, seed_of
 
 
 def test_letters_rewards_the_share_of_the_letter_that_was_asked_for() -> None:
@@ -41,6 +41,8 @@ def test_letters_asks_for_each_letter() -> None:
 def test_a_task_that_is_not_known_is_a_config_error(task: TaskConfig) -> None:
     with pytest.raises(ConfigError):
         make_environment(task)
+    with pytest.raises(ConfigError):
+        check_task(task)
 
 
 def test_seeds_differ_by_worker_by_start_and_by_count_and_never_change() -> None:

@@ -120,6 +120,10 @@ def replica(
         typer.Option(metavar="NAME", help="This replica's name. [default: host and process]"),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Go to the newest version and end.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Take a folder that holds another model or other files."),
+    ] = False,
     link: options.Link = None,
     json: options.Json = None,
     tied: options.Tied = False,
@@ -163,7 +167,7 @@ def replica(
     if (dir is None) == (engine is None):
         raise ConfigError("Say --dir DIR to keep a folder, or --engine KIND to serve an engine.")
     if dir is not None:
-        _follow(store, dir, id, once=once, link=settings, json=json, tied=tied)
+        _follow(store, dir, id, once=once, overwrite=overwrite, link=settings, json=json, tied=tied)
         return
     if once or json is not None:
         raise ConfigError("--once and --json go with --dir; ask /ready or /metrics of an engine.")
@@ -216,6 +220,7 @@ def _follow(
     id: str | None,
     *,
     once: bool,
+    overwrite: bool,
     link: LinkConfig | None,
     json: Path | None,
     tied: bool,
@@ -228,5 +233,6 @@ def _follow(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        result = follow(store, folder, id or default_id(), once=once, link=link, stop=stop)
+        name = id or default_id()
+        result = follow(store, folder, name, once=once, link=link, overwrite=overwrite, stop=stop)
     options.write_json(json, result)

@@ -62,6 +62,19 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     differences: tuple[str, ...]
 
 
+def _damaged_files(archive: Archive) -> list[str]:
+    """The run's small files that a replica could not fetch."""
+    damaged = []
+    for name, ref in archive.open_run().assets.items():
+        try:
+            archive.get_object(ref)
+        except (StoreUnavailableError, StoreAccessError):
+            raise
+        except FarcastError as error:
+            damaged.append(f"the run's {name}: {error}")
+    return damaged
+
+
 def audit(store: Store, *, progress: Progress = lambda *_: None) -> AuditReport:
     """Check the run in `store`. Reads all of it, writes nothing."""
     archive = open_archive(store)
@@ -88,6 +101,7 @@ def audit(store: Store, *, progress: Progress = lambda *_: None) -> AuditReport:
     counted = account(reading.ids, steps)
     roots = [
         *walk.differences,
+        *_damaged_files(archive),
         *compare_roots(walk.published, steps, receipts, reading.claims),
         *unrecorded_versions(walk.published, steps),
     ]

@@ -1,11 +1,20 @@
 """A replica without an engine: a checkpoint folder that follows a run."""
 
+import contextlib
 from pathlib import Path
 
 import msgspec
 
 from farcast.config import LinkConfig
-from farcast.errors import FormatError, StoreUnavailableError, UnknownVersionError
+from farcast.errors import (
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    LimitError,
+    StoreUnavailableError,
+    TargetError,
+    UnknownVersionError,
+)
 from farcast.fleet.assets import fetch_assets
 from farcast.fleet.finding import open_archive
 from farcast.fleet.registry import Registry
@@ -45,13 +54,19 @@ def follow(
     *,
     once: bool,
     link: LinkConfig | None,
+    overwrite: bool,
     stop: StopRequest,
 ) -> Followed:
-    """Bring `folder` to the newest version, and keep it there until the trainer is done."""
+    """Bring `folder` to the newest version, and keep it there until the trainer is done.
+
+    Without `overwrite` a folder that holds anything else is refused before it is touched.
+    """
     store = connect(store_url, link)
     archive = open_archive(store)
     registry = Registry(store)
     subscriber = Subscriber(store, archive.run_id, CheckpointDirectory(folder))
+    if not overwrite:
+        _require_own(folder, subscriber)
     fetch_assets(archive, archive.open_run().assets, folder)
 
     def fetched() -> int:
@@ -68,6 +83,22 @@ def follow(
                 break
             stop.wait(0 if moved else POLL_SECONDS)
     return _followed(replica_id, subscriber)
+
+
+def _require_own(folder: Path, subscriber: Subscriber) -> None:
+    """Refuse a folder with files that are neither a replica's nor a version of the run."""
+    if not folder.is_dir() or (folder / ".farcast").is_dir() or not any(folder.iterdir()):
+        return
+    held = None
+    with contextlib.suppress(
+        TargetError, FormatError, LimitError, IntegrityError, UnknownVersionError
+    ):
+        held = subscriber.plan().have
+    if held is None:
+        raise ConfigError(
+            f"{folder} holds files that are no version of this run; name an empty folder, or say "
+            "--overwrite to replace the model in it."
+        )
 
 
 def _step_patiently(subscriber: Subscriber, reporter: ReplicaReporter) -> bool:

@@ -37,6 +37,7 @@ from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.lineage import RunRecord
 from farcast.publish import Publisher
+from farcast.rollout import check_task
 from farcast.store import PatientStore, Store, open_store
 from farcast.store.archive import Archive
 from farcast.store.probe import probe_conditional_put
@@ -68,6 +69,7 @@ def run_trainer(
     """Train until the configured step, or until `stop` is requested; checkpointed on return.
 
     With `lines` this is rank 0 of several, the others in `follower_process`."""
+    check_task(config.task)
     # One that lost its parent may still end its step and write its checkpoint.
     lock = RunFolder(Path(config.out)).path / "trainer.lock"
     with claimed(lock, "trainer", patience=LOCK_PATIENCE, wait=stop.wait, tell=say):

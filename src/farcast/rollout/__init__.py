@@ -4,7 +4,7 @@ from farcast.rollout.environment import Environment, Score, Task
 from farcast.rollout.episode import Episode
 from farcast.rollout.letters import Letters
 from farcast.rollout.prompts import PromptCodec, ask
-from farcast.rollout.registry import make_environment
+from farcast.rollout.registry import check_task, make_environment
 from farcast.rollout.seeds import seed_of
 from farcast.rollout.worker import Worker, WorkerCounters
 
@@ -18,6 +18,7 @@ __all__ = [
     "Worker",
     "WorkerCounters",
     "ask",
+    "check_task",
     "make_environment",
     "seed_of",
 ]
