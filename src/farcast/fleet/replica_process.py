@@ -23,6 +23,7 @@ from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.replica import CheckpointDirectory, Subscriber, SyncStats
 from farcast.store import CountingStore, LinkedStore, open_store
+from farcast.store.archive import Archive
 from farcast.types import VersionRef
 
 POLL_SECONDS = 1.0
@@ -64,9 +65,9 @@ def follow(
     store = connect(store_url, link)
     archive = open_archive(store)
     registry = Registry(store)
-    subscriber = Subscriber(store, archive.run_id, CheckpointDirectory(folder))
     if not overwrite:
-        _require_own(folder, subscriber)
+        _require_own(folder, archive)
+    subscriber = Subscriber(store, archive.run_id, CheckpointDirectory(folder))
     fetch_assets(archive, archive.open_run().assets, folder)
 
     def fetched() -> int:
@@ -85,7 +86,7 @@ def follow(
     return _followed(replica_id, subscriber)
 
 
-def _require_own(folder: Path, subscriber: Subscriber) -> None:
+def _require_own(folder: Path, archive: Archive) -> None:
     """Refuse a folder with files that are neither a replica's nor a version of the run."""
     if not folder.is_dir() or (folder / ".farcast").is_dir() or not any(folder.iterdir()):
         return
@@ -93,7 +94,8 @@ def _require_own(folder: Path, subscriber: Subscriber) -> None:
     with contextlib.suppress(
         TargetError, FormatError, LimitError, IntegrityError, UnknownVersionError
     ):
-        held = subscriber.plan().have
+        target = CheckpointDirectory(folder)
+        held = Subscriber(archive.store, archive.run_id, target).plan().have
     if held is None:
         raise ConfigError(
             f"{folder} holds files that are no version of this run; name an empty folder, or say "
