@@ -1,12 +1,13 @@
 """What goes wrong for a person is one sentence on stderr, a status, and nothing lost."""
 
 import errno
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from farcast.cli import boundary
+from farcast.cli import boundary, options
 from farcast.cli.main import main
 from farcast.errors import FarcastError, StoreFullError
 
@@ -152,3 +153,17 @@ def test_version_and_module(farcast: Farcast) -> None:
     from farcast import __version__
 
     assert farcast("--version") == (0, f"farcast {__version__}\n", "")
+
+
+def test_a_message_names_a_command_that_can_be_typed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After `make demo` the command is in .venv/bin, which is on nobody's path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / ".venv/bin/farcast"), "demo"])
+    assert options.program() == ".venv/bin/farcast"
+    monkeypatch.setattr(sys, "argv", ["/site/farcast/__main__.py"])
+    assert options.program().endswith(" -m farcast")
+    (tmp_path / "farcast").touch(mode=0o755)
+    assert options.program() == "farcast"

@@ -112,7 +112,7 @@ def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
     began = time.monotonic()
     if _supervise(plan, console) == "stopped":
         console.print(
-            f"Stopped in order. Go on with: farcast demo --resume --out {folder.shown}",
+            f"Stopped in order. Go on with: {options.program()} demo --resume --out {folder.shown}",
             highlight=False,
             soft_wrap=True,
         )
@@ -185,7 +185,7 @@ def _name_files(plan: "DemoPlan", console: "Console", json: Path | None) -> None
         if path is not None:
             console.print(f"{name:>8}  {path}", highlight=False, soft_wrap=True)
     console.print(
-        f"{'again':>8}  farcast verify --store {plan.config.store}",
+        f"{'again':>8}  {options.program()} verify --store {plan.config.store}",
         highlight=False,
         soft_wrap=True,
     )

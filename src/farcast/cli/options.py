@@ -2,6 +2,9 @@
 
 import re
 import secrets
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,6 +106,18 @@ def new_run(
     if store is not None:
         require_unused(open_store(store))
     return config
+
+
+def program() -> str:
+    """How to call this program again from the same shell, which need not have it on its path."""
+    if shutil.which("farcast") is not None:
+        return "farcast"
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m farcast"
+    here = Path.cwd()
+    shown = called.relative_to(here) if called.is_relative_to(here) else called
+    return shlex.quote(str(shown))
 
 
 def write_json(path: Path | None, result: msgspec.Struct | Mapping[str, Any]) -> None:
