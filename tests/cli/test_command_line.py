@@ -167,3 +167,22 @@ def test_a_message_names_a_command_that_can_be_typed(
     assert options.program().endswith(" -m farcast")
     (tmp_path / "farcast").touch(mode=0o755)
     assert options.program() == "farcast"
+
+
+@pytest.mark.parametrize(
+    "option", [("--seed", "5"), ("--model", "smollm2"), ("--optimizer", "muon")]
+)
+def test_a_run_is_not_resumed_as_another(
+    farcast: Farcast, tmp_path: Path, option: tuple[str, str]
+) -> None:
+    """The same command with --resume goes on; one that says something else is refused."""
+    from farcast.fleet.demo import DemoSettings, new_plan
+    from farcast.fleet.layout import RunFolder
+    from farcast.fleet.presets import run_config
+
+    folder = RunFolder(tmp_path / "run")
+    config = run_config("tiny", run_id="r", store=folder.store.as_uri(), out=folder.path)
+    new_plan(folder, config, DemoSettings(workers=2, link=None, kill=True))
+    status, _, err = farcast("demo", "--resume", "--out", str(folder.path), *option)
+    assert status == 2
+    assert f"not {option[1]}" in err

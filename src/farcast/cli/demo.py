@@ -23,6 +23,7 @@ EXIT_INTERRUPTED = 130
 
 
 def demo(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(help=f"{', '.join(PRESETS)}, or a local Hugging Face folder.")
     ] = DEFAULT_MODEL,
@@ -46,7 +47,11 @@ def demo(
         typer.Option(metavar="URL", help="Where both sides meet. [default: a folder in --out]"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, or with the newest.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in --out, or the newest; --steps and --workers may change.",
+        ),
     ] = False,
     objective: options.Objective = None,
     optimizer: options.Optimizer = None,
@@ -78,6 +83,7 @@ def demo(
         parse_link(link)
     if resume:
         folder = newest(DEFAULT_OUT) if out is None else RunFolder(out)
+        options.require_same(context, folder.read_config())
         plan = resumed_plan(folder, steps=steps, workers=workers, link=link, kill=not no_kill)
     else:
         folder = fresh(DEFAULT_OUT) if out is None else RunFolder(out)

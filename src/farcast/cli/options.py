@@ -108,6 +108,26 @@ def new_run(
     return config
 
 
+def require_same(context: typer.Context, config: RunConfig) -> None:
+    """Refuse options of this command that contradict the run it goes on with."""
+    held: dict[str, object] = {
+        "model": config.model,
+        "seed": config.train.seed,
+        "store": config.store,
+        "objective": config.train.objective,
+        "optimizer": config.train.optimizer,
+    }
+    for name, value in held.items():
+        told = context.params.get(name)
+        source = context.get_parameter_source(name)
+        typed = source is not None and source.name == "COMMANDLINE"
+        if typed and told is not None and told != value:
+            raise ConfigError(
+                f"The run was started with --{name} {value}, not {told}; leave the option out, or "
+                "start a new run."
+            )
+
+
 def program() -> str:
     """How to call this program again from the same shell, which need not have it on its path."""
     if shutil.which("farcast") is not None:
