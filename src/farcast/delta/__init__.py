@@ -15,7 +15,8 @@ from farcast.delta.bits import (
     words_of,
 )
 from farcast.delta.identity import entry_of, root_of, tensor_digest
-from farcast.delta.patch import EncodedDelta, Patch, PatchEntry, apply, encode, encode_bits
+from farcast.delta.patch import Patch, PatchEntry, apply, encode, encode_bits
+from farcast.delta.writing import EncodedDelta
 
 __all__ = [
     "EncodedDelta",

@@ -13,7 +13,6 @@ turned out malformed, or made for another base, is taken back.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -166,27 +165,6 @@ def survey(old: Bytes, new: Bytes, bits: int, classes: Classes) -> Survey:
             *held.events, held.bounds, held.gap, held.size, own,
         )
     )  # fmt: skip
-    return _surveyed(found, own)
-
-
-def survey_events(
-    events: tuple[Bytes, Ranks, Changes], words: int, bits: int, classes: Classes
-) -> Survey:
-    """The survey of a block whose events - class, rank, change in order of position - were found
-    elsewhere."""
-    held, kernels = _scratch(), _kernels()
-    found = events[0].size
-    own = np.zeros((classes.number, 5), np.uint8)
-    if found * kernels.DENSE_FROM > words:
-        found = -found
-    if found > 0:
-        kernels.arrange(found, *events, bits, held.bounds, held.gap, held.size)
-        kernels.fit(classes.number, held.bounds, held.gap, held.size, own)
-    return _surveyed(found, own)
-
-
-def _surveyed(found: int, own: Table) -> Survey:
-    held = _scratch()
     if found <= 0:
         return Survey(_EMPTY_BOUNDS, held.gap[:0], held.size[:0], own, -found, found < 0)
     gap, size = held.gap[:found].copy(), held.size[:found].copy()
@@ -257,19 +235,16 @@ class Tables:
 
 
 def write_block(
-    found: Survey, table: int, rows: Table, sides: Callable[[], tuple[Bytes, Bytes]],
-    nbytes: int, bits: int, classes: Classes,
-) -> bytes:  # fmt: skip
-    """One block, never over a byte larger than its `nbytes`. `sides` gives its old and new bytes;
-    a sparse block does without."""
+    found: Survey, table: int, rows: Table, old: Bytes, new: Bytes, bits: int, classes: Classes
+) -> bytes:
+    """One block, given its bytes; never over a byte larger than they are."""
     if table < MAX_TABLES:
-        most = min(nbytes, MAX_CHANGE_BYTES * found.changed + 64 * len(rows))
+        most = min(new.size, MAX_CHANGE_BYTES * found.changed + 64 * len(rows))
         room = _scratch().room(most + SPARE)
         room[0] = table
         end = int(_kernels().write(len(rows), *found[:3], rows, room, 1))
-        if 0 < end <= nbytes:
+        if 0 < end <= new.size:
             return room[:end].tobytes()
-    old, new = sides()
     dense = _write_dense(old, new, bits, classes)
     return dense if dense is not None else bytes((RAW,)) + new.tobytes()
 

@@ -25,7 +25,8 @@ NO_RUNS = 31
 """The parameter of a class whose zero gaps, or differences of one, are coded like any other."""
 
 MAX_GOLOMB = 30
-"""A step of 2^15: gaps of ten changes in a block of a million words."""
+"""A step of 2^15, for gaps of ten changes in a block of a million words: 24 ones and the 17 bits
+after them fit the 57 bits that one unaligned load always gives."""
 
 Table = npt.NDArray[np.uint8]
 

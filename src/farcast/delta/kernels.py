@@ -5,7 +5,7 @@ input is malformed or its output would not fit, and every index it forms is boun
 
 The speed comes from `_classes`, `_equal` and `_differ`: one call looks at 64 words and answers
 with a 64-bit mask, so that words are looked at one by one only where they are rare or changed.
-Only `farcast.delta.conditioned` imports this module, and only when it first codes something:
+Only `farcast.delta.blocks` imports this module, and only when it first codes something:
 importing numba takes a second.
 """
 
@@ -22,14 +22,12 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from farcast.delta.conditioned import MAX_GOLOMB, NO_RUNS
+
 GROUP = 64
 MAX_QUOTIENT = 24
-"""A Rice quotient from here on is written as 24 ones and the whole number: a bound on the cost
+"""A Golomb quotient from here on is written as 24 ones and the whole number: a bound on the cost
 of a number no parameter foresaw."""
-MAX_PARAMETER = 24
-"""24 ones, a stop bit and 24 low bits fit the 57 bits one unaligned load always gives."""
-NO_RUNS = 31
-"""The parameter that says a class has no run-length coding of zero gaps."""
 
 DENSE_FROM = 4
 """A block of which more than one word in so many changed is coded densely. Both codings take the
@@ -313,11 +311,6 @@ def arrange(found, event_class, event_rank, event_change, bits, bounds, gap, siz
             size[j] = ((~change & width) << np.uint64(1)) | np.uint64(1)
         else:
             size[j] = (change - np.uint64(1)) << np.uint64(1)
-
-
-MAX_GOLOMB = 30
-"""Largest parameter of a Golomb code: a step of 2^15, whose numbers average half a block's
-words over ten changes."""
 
 
 @njit(nogil=True, cache=True)

@@ -17,22 +17,9 @@ from farcast.delta.coding import decode_sparse
 from farcast.delta.conditioned import CODES, Parameters, field_of
 from farcast.delta.container import read_container
 from farcast.delta.identity import tensor_digest
-from farcast.delta.sides import HostSide
-from farcast.delta.writing import write_delta
+from farcast.delta.writing import EncodedDelta, write_delta
 from farcast.errors import FormatError, IntegrityError
 from farcast.types import TensorEntry
-
-
-@dataclass(frozen=True)
-class EncodedDelta:
-    """A delta's bytes; what every tensor of the target is; how many words changed, of how many.
-
-    A word is one element (two packed codes for F4)."""
-
-    data: bytes
-    entries: dict[str, TensorEntry]
-    changed: int
-    elements: int
 
 
 @dataclass(frozen=True)
@@ -66,10 +53,8 @@ def encode_bits(
     The bytes don't depend on `threads`. With `shards` every tensor whose rows divide by it can be
     read in as many ranges of rows, for a few more bytes.
     """
-    old = {name: HostSide(bits) for name, bits in base.items()}
-    new = {name: HostSide(bits) for name, bits in target.items()}
     known = (base_entries or {}, target_entries or {})
-    return EncodedDelta(*write_delta(old, new, *known, threads=threads, shards=shards))
+    return write_delta(base, target, *known, threads=threads, shards=shards)
 
 
 class Patch:

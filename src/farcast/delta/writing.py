@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Literal, NamedTuple, Self, TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar
 
-from farcast.delta.bits import word_bytes
+import numpy as np
+
+from farcast.delta.bits import TensorBits, word_bytes, words_of
 from farcast.delta.blocks import (
     SAME,
     Layout,
@@ -20,18 +22,18 @@ from farcast.delta.blocks import (
     Tables,
     block_cost,
     join,
+    survey,
     write_block,
     write_whole,
 )
 from farcast.delta.coding import changed_positions, encode_sparse
 from farcast.delta.conditioned import CODES, FIELDS, Classes, Table, classes_of, field_of
 from farcast.delta.container import PACKED, Header, Row, write_container
-from farcast.delta.sides import Side
+from farcast.delta.identity import entry_of
 from farcast.types import TensorEntry
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-_Side = TypeVar("_Side", bound=Side)
 _Coding = Literal["blocks", "codes", "planes", "full"]
 
 SMALL_WORDS = 1 << 16
@@ -45,6 +47,9 @@ until its turn comes is at most six times that."""
 POOLED_CHANGES = 1 << 20
 """Changes that a common table is fitted to: what they take in memory is 24 MiB."""
 
+WHOLE_FROM = 8
+"""Where a change takes over an eighth of the raw tensor, the whole tensor is coded too."""
+
 SAMPLED_WORDS = 1 << 14
 """Words of the base that the range of classes is taken from."""
 
@@ -55,8 +60,11 @@ AHEAD = 2
 """Tasks a thread that may wait for their turn."""
 
 
-class Written(NamedTuple):
-    """The container, entries of the whole target, words that changed, words there are."""
+@dataclass(frozen=True)
+class EncodedDelta:
+    """A delta's bytes; what every tensor of the target is; how many elements changed, of how many.
+
+    Codes packed into integers count as the integers they are in."""
 
     data: bytes
     entries: dict[str, TensorEntry]
@@ -65,12 +73,12 @@ class Written(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Tensor(Generic[_Side]):
+class _Tensor:
     """One tensor to look at; `old` is None where it is coded whole."""
 
     name: str
-    new: _Side
-    old: _Side | None
+    new: TensorBits
+    old: TensorBits | None
     coding: _Coding
     layout: Layout
     classes: Classes
@@ -79,22 +87,21 @@ class _Tensor(Generic[_Side]):
         """What changed in a block; None where there is nothing to compare it with."""
         if self.old is None:
             return None
-        return self.new.survey(self.old, self.layout, index, self.classes)
+        span = self.layout.span(index)
+        return survey(self.old.data[span], self.new.data[span], self.layout.bits, self.classes)
 
     def write(self, index: int, found: Survey, table: int, rows: Table) -> bytes:
         span, old = self.layout.span(index), self.old
         if old is None:
             raise LookupError(self.name)
-        return write_block(
-            found, table, rows, lambda: (old.part(span), self.new.part(span)),
-            span.stop - span.start, self.layout.bits, self.classes,
-        )  # fmt: skip
+        sides = (old.data[span], self.new.data[span])
+        return write_block(found, table, rows, *sides, self.layout.bits, self.classes)
 
 
-class _Part(NamedTuple, Generic[_Side]):
+class _Part(NamedTuple):
     """One block, and what a task found in it."""
 
-    tensor: _Tensor[_Side]
+    tensor: _Tensor
     block: int
     found: Survey | None
 
@@ -115,14 +122,14 @@ class _Body:
 
 
 def write_delta(
-    base: Mapping[str, _Side],
-    target: Mapping[str, _Side],
+    base: Mapping[str, TensorBits],
+    target: Mapping[str, TensorBits],
     base_entries: Mapping[str, TensorEntry],
     target_entries: Mapping[str, TensorEntry],
     *,
     threads: int,
     shards: int,
-) -> Written:
+) -> EncodedDelta:
     """See `encode_bits`."""
     names = sorted(target, key=str.encode)
     writer = _Writer(base, target, shards)
@@ -134,7 +141,7 @@ def write_delta(
             if name not in bodies and name in base_entries:
                 entries.setdefault(name, base_entries[name])
         unknown = [name for name in names if name not in entries]
-        hashed = crew.each(lambda name: target[name].entry(), unknown)
+        hashed = crew.each(lambda name: entry_of(target[name]), unknown)
         entries.update(zip(unknown, hashed, strict=True))
         blobs = [writer.smallest(body) for body in bodies.values()]
     rows = tuple(
@@ -146,17 +153,19 @@ def write_delta(
     data = write_container(header, [entries[name].digest for name in bodies], blobs)
     elements = sum(map(writer.elements, names))
     changed = sum(map(writer.changed, bodies.values()))
-    return Written(data, {name: entries[name] for name in names}, changed, elements)
+    return EncodedDelta(data, {name: entries[name] for name in names}, changed, elements)
 
 
-class _Writer(Generic[_Side]):
+class _Writer:
     """What one container has in common: classes of each dtype, tables of parameters."""
 
-    def __init__(self, base: Mapping[str, _Side], target: Mapping[str, _Side], shards: int) -> None:
+    def __init__(
+        self, base: Mapping[str, TensorBits], target: Mapping[str, TensorBits], shards: int
+    ) -> None:
         self._base, self._target, self._shards = base, target, shards
         self._classes: dict[str, Classes] = {}
         self.tables = Tables()
-        words = sum(side.nbytes // word_bytes(side.dtype) for side in target.values())
+        words = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
         self._small = words < SMALL_WORDS
 
     def bodies(self, names: list[str], crew: "_Crew") -> "list[_Body]":
@@ -166,7 +175,7 @@ class _Writer(Generic[_Side]):
         for name in names:
             tensor = self._tensor(name)
             bodies[name] = _Body(
-                name, tensor.coding, tensor.layout.block if tensor.new.nbytes else 0
+                name, tensor.coding, tensor.layout.block if tensor.new.data.size else 0
             )
             if tensor.coding == "planes":
                 _code_small(tensor, bodies[name])
@@ -177,33 +186,37 @@ class _Writer(Generic[_Side]):
         return list(bodies.values())
 
     def smallest(self, body: _Body) -> bytes:
-        """The blob of a tensor; where its change takes over half of it, it may be coded whole."""
+        """The blob of a tensor; where its change takes much of it, it may be coded whole."""
         blob, new = body.blob(), self._target[body.name]
-        if body.coding == "full" or 2 * len(blob) <= new.nbytes:
+        if body.coding == "full" or WHOLE_FROM * len(blob) <= new.data.size:
             return blob
         layout = self._layout(new, 8 * word_bytes(new.dtype))
         whole = join([_whole(new, layout, index) for index in range(layout.count)])
         if len(whole) >= len(blob):
             return blob
         body.coding, body.block = "full", layout.block
-        body.changed = new.moved(self._base[body.name])
+        body.changed = self._moved(body.name)
         return whole
 
     def elements(self, name: str) -> int:
         """Elements of a tensor: words, or both codes of each byte of F4."""
-        side = self._target[name]
-        return side.nbytes // word_bytes(side.dtype) * (2 if side.dtype == "F4" else 1)
+        bits = self._target[name]
+        return bits.data.size // word_bytes(bits.dtype) * (2 if bits.dtype == "F4" else 1)
 
     def changed(self, body: _Body) -> int:
         """Elements that changed. Codes packed into integers count as the integers they are in."""
-        new = self._target[body.name]
-        if body.coding == "codes" and new.dtype != "F4":
-            return new.moved(self._base[body.name])
+        if body.coding == "codes" and self._target[body.name].dtype != "F4":
+            return self._moved(body.name)
         return body.changed
 
-    def _with_tables(self, looked: Iterator[list[_Part[_Side]]]) -> Iterator[_Part[_Side]]:
+    def _moved(self, name: str) -> int:
+        """Words that differ from those of the base."""
+        new, old = words_of(self._target[name]), words_of(self._base[name])
+        return int(np.count_nonzero(new != old))
+
+    def _with_tables(self, looked: Iterator[list[_Part]]) -> Iterator[_Part]:
         """The parts, after a common table was made of the first of each kind."""
-        first: list[_Part[_Side]] = []
+        first: list[_Part] = []
         events = 0
         for parts in looked:
             first += parts
@@ -220,7 +233,7 @@ class _Writer(Generic[_Side]):
         for parts in looked:
             yield from parts
 
-    def _code(self, part: _Part[_Side], body: _Body, crew: "_Crew") -> None:
+    def _code(self, part: _Part, body: _Body, crew: "_Crew") -> None:
         tensor, index, found = part
         if found is None:
             lo, hi = tensor.layout.bounds(index)
@@ -235,7 +248,7 @@ class _Writer(Generic[_Side]):
         rows = self.tables.rows(table)
         body.blocks.append(crew.start(partial(tensor.write, index, found, table, rows)))
 
-    def _tensor(self, name: str) -> _Tensor[_Side]:
+    def _tensor(self, name: str) -> _Tensor:
         new, old = self._target[name], self._base.get(name)
         if old is not None and (old.dtype, old.shape) != (new.dtype, new.shape):
             old = None
@@ -246,51 +259,49 @@ class _Writer(Generic[_Side]):
         if self._small:
             return _Tensor(name, new, old, "planes", layout, classes)
         plain = _Tensor(name, new, old, "blocks", layout, classes)
-        if new.dtype not in PACKED or not new.nbytes:
+        if new.dtype not in PACKED or not new.data.size:
             return plain
         layout = self._layout(new, 4)
         coded = _Tensor(name, new, old, "codes", layout, Classes(CODES, 0, CODES.mask))
         return coded if new.dtype == "F4" else min((plain, coded), key=_first_cost)
 
-    def _layout(self, side: _Side, width: int) -> Layout:
+    def _layout(self, bits: TensorBits, width: int) -> Layout:
         """Blocks of the usual size, or such that a shard of rows is whole blocks."""
-        layout = Layout.of(side.nbytes, width)
-        rows = side.shape[0] if side.shape else 1
+        layout = Layout.of(bits.data.size, width)
+        rows = bits.shape[0] if bits.shape else 1
         if self._shards == 1 or rows % self._shards or not layout.words:
             return layout
         share = layout.words // self._shards
         least = -(-share // layout.block)
         for pieces in range(least, least + MOST_PIECES):
             if share % (2 * pieces) == 0:
-                return Layout.of(side.nbytes, width, share // pieces)
+                return Layout.of(bits.data.size, width, share // pieces)
         return layout
 
     def _classes_of(self, dtype: str) -> Classes:
         if dtype not in self._classes:
-            same = [side for side in self._base.values() if side.dtype == dtype and side.nbytes]
-            words = sum(side.nbytes // word_bytes(dtype) for side in same)
-            step = max(1, words // SAMPLED_WORDS)
-            samples = [side.sample(step) for side in same]
+            same = [words_of(bits) for bits in self._base.values() if bits.dtype == dtype]
+            step = max(1, sum(words.size for words in same) // SAMPLED_WORDS)
+            samples = [words[::step] for words in same]
             self._classes[dtype] = classes_of(field_of(dtype), samples)
         return self._classes[dtype]
 
 
-def _whole(new: Side, layout: Layout, index: int) -> bytes:
+def _whole(new: TensorBits, layout: Layout, index: int) -> bytes:
     signed = new.dtype in FIELDS
-    return write_whole(new.part(layout.span(index)), word_bytes(new.dtype), signed)
+    return write_whole(new.data[layout.span(index)], word_bytes(new.dtype), signed)
 
 
-def _code_small(tensor: _Tensor[_Side], body: _Body) -> None:
+def _code_small(tensor: _Tensor, body: _Body) -> None:
     new, old = tensor.new, tensor.old
-    width, every = word_bytes(new.dtype), slice(0, new.nbytes)
-    if old is not None and new.nbytes:
-        before, after = old.part(every), new.part(every)
-        places = changed_positions(before, after, width)
+    width = word_bytes(new.dtype)
+    if old is not None and new.data.size:
+        places = changed_positions(old.data, new.data, width)
         body.block, body.changed = 0, places.size
-        body.blocks.append(encode_sparse(before, after, places, width))
+        body.blocks.append(encode_sparse(old.data, new.data, places, width))
 
 
-def _first_cost(tensor: _Tensor[_Side]) -> int:
+def _first_cost(tensor: _Tensor) -> int:
     """Bits of the first block that changed: a guess at which words the tensor's bytes are."""
     for index in range(tensor.layout.count):
         found = tensor.look(index)
@@ -299,9 +310,9 @@ def _first_cost(tensor: _Tensor[_Side]) -> int:
     return 0
 
 
-def _units(tensors: Iterable[_Tensor[_Side]]) -> Iterator[list[tuple[_Tensor[_Side], int]]]:
+def _units(tensors: Iterable[_Tensor]) -> Iterator[list[tuple[_Tensor, int]]]:
     """Blocks in order, in tasks of about `UNIT_BYTES`."""
-    unit: list[tuple[_Tensor[_Side], int]] = []
+    unit: list[tuple[_Tensor, int]] = []
     size = 0
     for tensor in tensors:
         for index in range(tensor.layout.count):
@@ -315,7 +326,7 @@ def _units(tensors: Iterable[_Tensor[_Side]]) -> Iterator[list[tuple[_Tensor[_Si
         yield unit
 
 
-def _look(unit: list[tuple[_Tensor[_Side], int]]) -> list[_Part[_Side]]:
+def _look(unit: list[tuple[_Tensor, int]]) -> list[_Part]:
     return [_Part(tensor, index, tensor.look(index)) for tensor, index in unit]
 
 
