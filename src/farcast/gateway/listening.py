@@ -6,6 +6,7 @@ One process, one event loop, aiohttp on both sides. Binds loopback unless told o
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from farcast.errors import ConfigError
+from farcast.gateway.metrics import Traffic
 
 MAX_BODY = 64 << 20
 """A prompt of a million token ids is about 7 MB of JSON."""
@@ -66,6 +68,28 @@ class Refused(Exception):
 
 class ClientGoneError(Exception):
     """The client hung up, or stopped reading."""
+
+
+async def counted(
+    traffic: Traffic, path: str, answer: Awaitable[web.StreamResponse]
+) -> web.StreamResponse:
+    """Wait for an answer and note how it ended; what a client may ask wrongly becomes a refusal."""
+    began, status = time.perf_counter(), 499
+    try:
+        response = await answer
+        status = response.status
+        return response
+    except Refused as refused:
+        status = refused.status
+        raise
+    except ConfigError as error:
+        status = 400
+        raise Refused(400, "BadRequest", str(error)) from error
+    except (asyncio.CancelledError, ClientGoneError):
+        traffic.disconnects += 1
+        raise
+    finally:
+        traffic.answered(path, status, time.perf_counter() - began)
 
 
 class _OurFaultsOnly(logging.Filter):

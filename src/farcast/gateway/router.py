@@ -13,8 +13,6 @@ Refuses to decide about versions: the replica's gate does, under its lock. A wro
 costs one more question.
 """
 
-import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -25,11 +23,10 @@ from aiohttp import web
 from yarl import URL
 
 from farcast.engines.admission import ANY, Constraint
-from farcast.errors import ConfigError
 from farcast.gateway import constraint as asked
 from farcast.gateway.bodies import split
 from farcast.gateway.fleet_view import FleetView, Member
-from farcast.gateway.listening import ClientGoneError, Refused, begin, end, read_body, send
+from farcast.gateway.listening import Refused, begin, counted, end, read_body, send
 from farcast.gateway.metrics import Traffic
 from farcast.gateway.routes import EVERY_ROUTE, Route
 from farcast.gateway.streams import MEDIA_TYPE
@@ -106,27 +103,11 @@ class Router:
         if self._leaving or self.in_flight >= self._limit:
             kind = "Leaving" if self._leaving else "Full"
             raise Refused(503, kind, "This gateway takes no more; try again.", retry_after=1)
-        return await self._counted(request, route)
-
-    async def _counted(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
-        began, status = time.perf_counter(), 499
         self.in_flight += 1
         try:
-            response = await self._route(request, route)
-            status = response.status
-            return response
-        except Refused as refused:
-            status = refused.status
-            raise
-        except ConfigError as error:
-            status = 400
-            raise Refused(400, "BadRequest", str(error)) from error
-        except (asyncio.CancelledError, ClientGoneError):
-            self._traffic.disconnects += 1
-            raise
+            return await counted(self._traffic, route.path, self._route(request, route))
         finally:
             self.in_flight -= 1
-            self._traffic.answered(route.path, status, time.perf_counter() - began)
 
     async def _route(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         body = await read_body(request) if route.method == "POST" else None

@@ -14,7 +14,6 @@ Refuses to pass on a path or a query that a client wrote: only what `routes` has
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
@@ -24,11 +23,11 @@ from aiohttp import web
 from yarl import URL
 
 from farcast.engines.admission import AdmissionGate, Constraint, NotAdmittedError, Ticket
-from farcast.errors import ConfigError, IntegrityError
+from farcast.errors import IntegrityError
 from farcast.gateway import provenance
 from farcast.gateway.bodies import Fields, join, salted, split, with_field
 from farcast.gateway.constraint import FIELD, HEADER, constraint_of
-from farcast.gateway.listening import ClientGoneError, Refused, begin, end, read_body, send
+from farcast.gateway.listening import Refused, begin, counted, end, read_body, send
 from farcast.gateway.metrics import Traffic
 from farcast.gateway.provenance import Provenance, Reported
 from farcast.gateway.routes import Route, Table
@@ -117,29 +116,10 @@ class Sidecar:
         route = self._routes.get((request.method, path.partition("?")[0]))
         if route is None:
             raise Refused(404, "NoSuchRoute", f"This replica has no {request.method} {path[:80]}.")
-        return await self._counted(request, route)
+        work = self._generate if route.generates else self._pass
+        return await counted(self._traffic, route.path, work(request, route))
 
     # --- a request ---------------------------------------------------------------------------
-
-    async def _counted(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
-        began = time.perf_counter()
-        status = 499
-        try:
-            work = self._generate if route.generates else self._pass
-            response = await work(request, route)
-            status = response.status
-            return response
-        except Refused as refused:
-            status = refused.status
-            raise
-        except ConfigError as error:
-            status = 400
-            raise Refused(400, "BadRequest", str(error)) from error
-        except (asyncio.CancelledError, ClientGoneError):
-            self._traffic.disconnects += 1
-            raise
-        finally:
-            self._traffic.answered(route.path, status, time.perf_counter() - began)
 
     async def _pass(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """A route that generates nothing."""
