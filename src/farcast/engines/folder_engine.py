@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from farcast.delta import TensorBits
-from farcast.engines.http_engine import ReloadingEngine, label_of
-from farcast.errors import EngineError, IntegrityError, TargetError, TargetUncertainError
+from farcast.engines.http_engine import ReloadingEngine, label_of, pause, resume
+from farcast.errors import IntegrityError, TargetError, TargetUncertainError
 from farcast.replica import CheckpointDirectory, Draft, files
 from farcast.replica.layout import read_layout
 from farcast.types import TensorEntry, VersionRef
@@ -48,12 +48,7 @@ class EngineFolder(CheckpointDirectory):
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        try:
-            self._engine.pause()
-        except EngineError:
-            with contextlib.suppress(EngineError):  # it may have paused without saying so
-                self._engine.resume()
-            raise
+        pause(self._engine)
         try:
             yield
         finally:
@@ -97,12 +92,10 @@ class EngineFolder(CheckpointDirectory):
 
     def _resume(self) -> None:
         try:
-            self._engine.resume()
-        except EngineError as error:
-            self._uncertain = (
-                "The engine did not go on after a commit; replace it, or restart this replica."
-            )
-            raise TargetUncertainError(self._uncertain) from error
+            resume(self._engine)
+        except TargetUncertainError as error:
+            self._uncertain = str(error)
+            raise
 
 
 def first_values(bits: TensorBits, length: int) -> list[float] | None:

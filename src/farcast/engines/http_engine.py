@@ -5,13 +5,14 @@ Two kinds, and a target for each (`Subscriber` and `Follower` drive those as any
     InPlaceEngine    words are staged beside the live weights and written in a short pause;
                      `farcast.engines.live_engine.EngineTarget`
     ReloadingEngine  reads a checkpoint folder again;
-                     `farcast.engines.reloading.ReloadedFolder`
+                     `farcast.engines.folder_engine.EngineFolder`
 
 All calls block and go over the engine's own routes. They raise `EngineUnreachableError` if the
 engine did not answer and `EngineRefusedError` if it answered no: both say nothing about the
 weights, which the caller finds out by asking for them.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from farcast.engines.blocks import Block
+from farcast.errors import EngineError, TargetUncertainError
 from farcast.replica import Place
 from farcast.types import TensorEntry, VersionRef
 
@@ -154,3 +156,23 @@ class ReloadingEngine(HttpEngine, Protocol):
     def sample(self, name: str, length: int) -> Sequence[float] | None:
         """The first values of a live tensor, row by row; None if the engine can't tell."""
         ...
+
+
+def pause(engine: HttpEngine) -> None:
+    """Pause for a commit, or leave the engine running and raise."""
+    try:
+        engine.pause()
+    except EngineError:
+        with contextlib.suppress(EngineError):  # it may have paused without saying so
+            engine.resume()
+        raise
+
+
+def resume(engine: HttpEngine) -> None:
+    """Go on after a commit. An engine that does not is uncertain, whatever it holds."""
+    try:
+        engine.resume()
+    except EngineError as error:
+        raise TargetUncertainError(
+            "The engine did not go on after a commit; replace it, or restart this replica."
+        ) from error

@@ -34,6 +34,8 @@ from farcast.engines.http_engine import (
     Receipt,
     Whole,
     label_of,
+    pause,
+    resume,
 )
 from farcast.engines.mirror import Mirror
 from farcast.engines.words_file import Change, WordsWriter, read_words
@@ -149,12 +151,7 @@ class EngineTarget(Target):
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         self._engine.open_update()
-        try:
-            self._engine.pause()
-        except EngineError:
-            with contextlib.suppress(EngineError):  # it may have paused without saying so
-                self._engine.resume()
-            raise
+        pause(self._engine)
         try:
             yield
         finally:
@@ -172,12 +169,10 @@ class EngineTarget(Target):
 
     def _resume(self) -> None:
         try:
-            self._engine.resume()
-        except EngineError as error:
-            self._uncertain = (
-                "The engine did not go on after a commit; replace it, or restart this replica."
-            )
-            raise TargetUncertainError(self._uncertain) from error
+            resume(self._engine)
+        except TargetUncertainError as error:
+            self._uncertain = str(error)
+            raise
 
     def _refuse_unwritable(self, goal: Goal, aliases: Collection[str]) -> None:
         """Nothing that changes may be left out silently."""

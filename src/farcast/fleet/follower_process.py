@@ -8,21 +8,18 @@ import contextlib
 from pathlib import Path
 
 from farcast.config import RunConfig
-from farcast.fleet.ranks import Lines, checkpoint_folder
+from farcast.fleet.ranks import Lines
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.trainer_process import (
-    GROUP_TIMEOUT,
     load_policy,
+    make_trainer,
     open_publisher,
     prepared,
-    root_reader,
 )
 from farcast.store import PatientStore, open_store
 from farcast.store.archive import Archive
-from farcast.train.checkpoint import Checkpoints
-from farcast.train.loop import Trainer
 from farcast.train.team import Team
-from farcast.trajectory import GroupBatcher, TrajectoryReceiver
+from farcast.trajectory import TrajectoryReceiver
 
 
 def run_follower(
@@ -38,21 +35,8 @@ def run_follower(
         open_publisher(config, store, lines) as publisher,
         contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
     ):
-        trainer = Trainer(
-            policy,
-            config.train,
-            run_id=config.run_id,
-            publisher=publisher,
-            receiver=receiver,
-            batcher=GroupBatcher(
-                config.run_id,
-                max_staleness=config.train.max_staleness,
-                group_timeout=GROUP_TIMEOUT,
-            ),
-            checkpoints=Checkpoints(checkpoint_folder(config, team.rank), config.run_id),
-            root_of=root_reader(archive),
-            report=lambda _: None,
-            team=team,
+        trainer = make_trainer(
+            config, archive, policy, publisher, receiver, team, report=lambda _: None
         )
         trainer.resume()
         if publisher.newest is None:

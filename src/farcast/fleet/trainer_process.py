@@ -30,7 +30,7 @@ from farcast.fleet.claim import claimed
 from farcast.fleet.finding import run_in
 from farcast.fleet.heartbeat import Heartbeat
 from farcast.fleet.layout import RunFolder
-from farcast.fleet.ranks import Lines
+from farcast.fleet.ranks import Lines, checkpoint_folder
 from farcast.fleet.records import StepRecord
 from farcast.fleet.registry import Registry
 from farcast.fleet.saying import say
@@ -115,7 +115,18 @@ def _run(
         contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
     ):
         recorder = _Recorder(config, Registry(store), heartbeat, receiver)
-        trainer = _trainer(config, archive, policy, publisher, receiver, recorder, stop, team)
+        trainer = make_trainer(
+            config,
+            archive,
+            policy,
+            publisher,
+            receiver,
+            team,
+            report=recorder.step,
+            idle=recorder.idle,
+            skipped=recorder.skipped,
+            stop=lambda: stop.requested,
+        )
         if trainer.resume() or resume:
             recorder.resumed_from = trainer.step
             say(f"resuming after step {trainer.step}")
@@ -212,16 +223,20 @@ def root_reader(archive: Archive) -> Callable[[int], str | None]:
     return root_of
 
 
-def _trainer(
+def make_trainer(
     config: RunConfig,
     archive: Archive,
     policy: Policy,
     publisher: Publisher,
     receiver: TrajectoryReceiver,
-    recorder: "_Recorder",
-    stop: StopRequest,
     team: Team,
+    *,
+    report: Callable[[StepReport], None],
+    idle: Callable[[], None] = lambda: None,
+    skipped: Callable[[BrokenBatchError], None] = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Trainer:
+    """The trainer of a run; on several ranks, this one's."""
     return Trainer(
         policy,
         config.train,
@@ -234,12 +249,12 @@ def _trainer(
             group_timeout=GROUP_TIMEOUT,
             fits=policy.fits,
         ),
-        checkpoints=Checkpoints(RunFolder(Path(config.out)).checkpoint, config.run_id),
+        checkpoints=Checkpoints(checkpoint_folder(config, team.rank), config.run_id),
         root_of=root_reader(archive),
-        report=recorder.step,
-        idle=recorder.idle,
-        skipped=recorder.skipped,
-        stop=lambda: stop.requested,
+        report=report,
+        idle=idle,
+        skipped=skipped,
+        stop=stop,
         team=team,
     )
 
