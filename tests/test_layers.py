@@ -2,6 +2,7 @@
 layers on one line never import each other. Parsed from source, so a lazy import counts too."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"rollout", "train"},
     {"fleet"},
     {"gateway"},
-    {"interop", "study", "bench"},
+    {"interop", "bench"},
     {"dashboard"},
     {"cli"},
 ]
@@ -60,6 +61,14 @@ def test_no_module_imports_a_higher_layer(path: Path) -> None:
         if parts[0] != "farcast" or len(parts) < 2 or parts[1] not in RANK or parts[1] == own:
             continue
         assert RANK[parts[1]] < RANK[own], f"{path.name}:{line}: {own} may not import {parts[1]}"
+
+
+def test_every_layer_is_there_and_has_a_line_in_the_overview() -> None:
+    there = {layer_of(path) for path in modules()} - {"__init__", "__main__"}
+    assert set(RANK) == there
+    table = (PACKAGE.parents[1] / "docs" / "overview.md").read_text().partition("## Folders")[2]
+    told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line[:30])}
+    assert told == there
 
 
 @pytest.mark.parametrize("layer", PURE)
