@@ -80,19 +80,12 @@ def test_a_used_folder_is_refused_and_left_alone(farcast: Farcast, tmp_path: Pat
     assert [path.name for path in used.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("command", ["verify", "inspect", "plan"])
+@pytest.mark.parametrize("command", ["verify", "inspect", "plan", "status"])
 def test_a_store_without_a_run_says_so(farcast: Farcast, command: str) -> None:
     status, _, err = farcast(command, "--store", "empty")
     assert status == 4 or status == 5
     assert err.count("\n") == 1
     assert "run" in err
-
-
-def test_status_of_a_store_without_a_run_is_not_an_error(farcast: Farcast) -> None:
-    status, out, _ = farcast("status", "--store", "empty", "--json", "s.json")
-    assert status == 0
-    assert "No trainer has started" in out
-    assert '"trainer": null' in Path("s.json").read_text()
 
 
 @pytest.mark.parametrize(

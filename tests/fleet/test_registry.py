@@ -1,7 +1,5 @@
 """Records are bounded, checked against their key, and evidence is never overwritten."""
 
-import time
-
 import pytest
 from msgspec.structs import replace
 
@@ -15,7 +13,7 @@ from farcast.fleet.records import (
     StepRecord,
     TrainerRecord,
 )
-from farcast.fleet.registry import Registry, Sighting
+from farcast.fleet.registry import Registry
 from farcast.fleet.watching import TrainerWatch
 from farcast.store import Store, open_store
 from farcast.trajectory.receiver import MAX_WORKERS
@@ -149,26 +147,6 @@ def test_a_step_whose_gradient_was_not_finite_has_a_record(store: Store) -> None
     registry.put_step(record)
     assert list(registry.steps()) == [record]
     assert "not finite" in step_line(replace(record, consumed=("t",)), 8)
-
-
-@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
-def test_a_store_whose_clock_is_off_makes_no_replica_silent(
-    monkeypatch: pytest.MonkeyPatch, ahead: float
-) -> None:
-    now = [1e9]
-    registry = Registry(open_store("memory://"))
-    record = ReplicaRecord(replica_id="r1", state="serving", version=2)
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    written = [now[0] + ahead]
-    monkeypatch.setattr(registry, "replicas", lambda **_: {"r1": Sighting(record, written[0])})
-    observer = FleetObserver(registry)
-    observer.look()
-    for _ in range(30):
-        now[0] += 1
-        written[0] += 1
-        assert not observer.look().silent("r1")
-    now[0] += 11  # it writes no more
-    assert observer.look().silent("r1")
 
 
 def test_the_largest_records_that_settings_allow_are_read(store: Store) -> None:

@@ -1,11 +1,14 @@
 """`farcast status`: a run as its own records show it, from anywhere that reaches the store."""
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from farcast.cli import options
+
+if TYPE_CHECKING:
+    from farcast.fleet.observe import FleetSnapshot
 
 
 def status(
@@ -14,6 +17,9 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second.")] = False,
 ) -> None:
     """Show the trainer and every replica of a run.
+
+    A replica that has not rewritten its record for ten seconds is *silent*, for a minute *dead*,
+    both by the store's own clock. `version 41 (-2)` is two versions behind the trainer.
 
     ```
     farcast status --store runs/demo/store
@@ -24,12 +30,15 @@ def status(
     from rich.live import Live
 
     from farcast.dashboard.status import status_view
+    from farcast.fleet.finding import open_archive
     from farcast.fleet.observe import FleetObserver
     from farcast.fleet.registry import Registry
     from farcast.store import open_store
 
     options.check_writable(json)
-    observer = FleetObserver(Registry(open_store(store)))
+    found = open_store(store)
+    open_archive(found)  # a wrong URL is a mistake, not an empty fleet
+    observer = FleetObserver(Registry(found))
     snapshot = observer.look()
     console = Console()
     if watch and console.is_terminal:
@@ -38,16 +47,29 @@ def status(
                 live.update(status_view(observer.look()))
                 time.sleep(1)
     console.print(status_view(snapshot))
-    result: dict[str, Any] = {
+    options.write_json(json, _result(snapshot))
+
+
+def _result(snapshot: "FleetSnapshot") -> dict[str, Any]:
+    trainer_age = None
+    if snapshot.trainer_written is not None:
+        trainer_age = max(0.0, snapshot.seen - snapshot.trainer_written)
+    return {
         "trainer": snapshot.trainer,
+        "trainer_life": snapshot.trainer_life,
+        "trainer_age_seconds": trainer_age,
         "newest_step": snapshot.steps[-1] if snapshot.steps else None,
+        "newest_version": snapshot.version,
+        "tokens_per_second": snapshot.tokens_per_second,
+        "dead": [n for n in sorted(snapshot.replicas) if snapshot.life(n) == "dead"],
         "replicas": {
             name: {
                 "record": sighting.record,
+                "life": snapshot.life(name),
+                "age_seconds": snapshot.age(name),
                 "staleness": snapshot.staleness(name),
                 "silent": snapshot.silent(name),
             }
             for name, sighting in sorted(snapshot.replicas.items())
         },
     }
-    options.write_json(json, result)

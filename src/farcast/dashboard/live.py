@@ -35,7 +35,8 @@ _STATE_STYLE = {
     "stopped": "dim",
     "failed": "red",
     "killed": "red",
-    "silent": "red",
+    "silent": "yellow",
+    "dead": "red",
 }
 _EVENT_STYLE = {
     "killed": "red",
@@ -215,18 +216,18 @@ def replica_table(snapshot: FleetSnapshot, *, killed: set[str]) -> Table:
     """Each replica: what it serves, how far behind, how fast, and what it moved."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("replica")
-    table.add_column("state")
-    for heading in ("version", "behind", "tokens/s", "sent home", "fetched", "less", "pause"):
+    table.add_column("state", no_wrap=True)
+    for heading in ("version", "tokens/s", "sent", "fetched", "less", "pause"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, (record, _) in sorted(snapshot.replicas.items()):
-        gone = name in killed or record.state in ("stopped", "failed")
-        state = "killed" if name in killed else "silent" if snapshot.silent(name) else record.state
-        behind = snapshot.staleness(name)
+        state = "killed" if name in killed else _state(snapshot, name)
+        gone = name in killed or snapshot.life(name) in ("dead", "left")
+        behind = 0 if gone else snapshot.staleness(name) or 0
+        version = str(record.version) if record.version >= 0 else "-"
         table.add_row(
             name,
-            Text(state, style=_STATE_STYLE[state]),
-            str(record.version) if record.version >= 0 else "-",
-            "-" if behind is None or gone else str(behind),
+            Text(state, style=_STATE_STYLE[state.split()[0]]),
+            f"{version} (-{behind})" if behind else version,
             "-" if gone else f"{record.tokens_per_second:.0f}",
             str(record.trajectories),
             human_bytes(record.bytes_fetched),
@@ -234,6 +235,13 @@ def replica_table(snapshot: FleetSnapshot, *, killed: set[str]) -> Table:
             human_seconds(record.commit_seconds),
         )
     return table
+
+
+def _state(snapshot: FleetSnapshot, name: str) -> str:
+    """What a replica says of itself, or since when it says nothing."""
+    if snapshot.silent(name):
+        return f"{snapshot.life(name)} {human_seconds(round(snapshot.age(name)))}"
+    return snapshot.replicas[name].record.state
 
 
 def events_text(events: Sequence[FleetEvent], *, now: float) -> Text:

@@ -1,6 +1,6 @@
 """A still picture of a run, for `farcast status`."""
 
-import time
+from collections import Counter
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -16,7 +16,7 @@ def status_view(snapshot: FleetSnapshot) -> RenderableType:
     if snapshot.steps:
         parts += [Text(), policy_table(snapshot.steps)]
     if snapshot.replicas:
-        parts += [Text(), replica_table(snapshot, killed=set())]
+        parts += [Text(), _fleet_line(snapshot), replica_table(snapshot, killed=set())]
     else:
         parts.append(Text("No replica has joined yet.", style="yellow"))
     return Group(*parts)
@@ -26,11 +26,22 @@ def _trainer_line(snapshot: FleetSnapshot) -> Text:
     trainer = snapshot.trainer
     if trainer is None:
         return Text("No trainer has started on this store yet.", style="yellow")
-    ago = human_seconds(max(0.0, time.time() - trainer.updated))
     text = Text(f"run {trainer.run_id}", style="bold")
     text.append(
         f"  trainer {trainer.state}, step {trainer.step}, version {trainer.version}",
         style="green" if trainer.state in ("training", "done") else "yellow",
     )
-    text.append(f"  (said {ago} ago)", style="dim")
+    if snapshot.trainer_written is not None:
+        ago = human_seconds(max(0.0, round(snapshot.seen - snapshot.trainer_written)))
+        lost = snapshot.trainer_life in ("silent", "dead")
+        text.append(f"  (said {ago} ago)", style="red" if lost else "dim")
+    return text
+
+
+def _fleet_line(snapshot: FleetSnapshot) -> Text:
+    """`replicas  2 alive, 1 dead, 410 tokens/s`"""
+    lives = Counter(snapshot.life(name) for name in snapshot.replicas)
+    text = Text("replicas  ", style="dim")
+    text.append(", ".join(f"{count} {life}" for life, count in sorted(lives.items())))
+    text.append(f", {snapshot.tokens_per_second:.0f} tokens/s")
     return text

@@ -7,6 +7,7 @@ Put-once ones are evidence: `farcast verify` compares them with what the store r
     fleet/replicas/<replica>.json        ReplicaRecord   replica -> people            rewritten
     fleet/steps/<version>.json           StepRecord      trainer -> verify, people    put once
     fleet/receipts/<replica>/<version>   Receipt         replica -> verify            put once
+    fleet/clock/mark                     nothing         anybody who asks the store's time
 """
 
 from typing import Annotated, Literal

@@ -12,7 +12,13 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from farcast.errors import FormatError, ObjectExistsError, ObjectNotFoundError, VersionConflictError
+from farcast.errors import (
+    FormatError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+    VersionConflictError,
+)
 from farcast.fleet.records import (
     MAX_RECORD_BYTES,
     MAX_STEP_BYTES,
@@ -27,6 +33,9 @@ TRAINER_KEY = "fleet/trainer.json"
 REPLICAS_PREFIX = "fleet/replicas/"
 STEPS_PREFIX = "fleet/steps/"
 RECEIPTS_PREFIX = "fleet/receipts/"
+CLOCK_PREFIX = "fleet/clock/"
+_CLOCK_KEY = f"{CLOCK_PREFIX}mark"
+_BEFORE_TRAINER = "fleet/trainer"
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -58,6 +67,24 @@ class Registry:
     def trainer(self) -> TrainerRecord | None:
         """The trainer's newest record, None before its first."""
         return self._read(TRAINER_KEY, TrainerRecord)
+
+    def trainer_written(self) -> float | None:
+        """When the store last saw the trainer's record written, by its own clock."""
+        for info in self._store.list("fleet/", start_after=_BEFORE_TRAINER):
+            if info.key == TRAINER_KEY:
+                return info.modified
+        return None
+
+    def mark_time(self) -> float:
+        """Write a mark and return the store's time of it. All write the same one: another's that
+        came after is later by no more than this call took."""
+        self._store.put(_CLOCK_KEY, b"{}")
+        for info in self._store.list(CLOCK_PREFIX):
+            if info.key == _CLOCK_KEY:
+                return info.modified
+        raise StoreUnavailableError(
+            f"{self._store.url} does not list what was just written there; try again later."
+        )
 
     def write_replica(self, record: ReplicaRecord) -> None:
         self._store.put(_replica_key(record), msgspec.json.encode(record))

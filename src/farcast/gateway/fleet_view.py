@@ -14,7 +14,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from farcast.engines.admission import Constraint
-from farcast.fleet.observe import SILENT_SECONDS
+from farcast.fleet.leases import SILENT_SECONDS
 from farcast.fleet.registry import Sighting
 
 SHUN_SECONDS = 2.0
