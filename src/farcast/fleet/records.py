@@ -53,6 +53,10 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     tokens: Count = 0
     tokens_per_second: float = 0.0
     trajectories: Count = 0
+    waiting_seconds: float = 0.0
+    """Since it started: held up by the trainer's backlog, or by the store."""
+    unread: Count = 0
+    """Batches of its that the trainer has yet to read."""
     bytes_fetched: Count = 0
     bytes_full: Count = 0
     """What full copies of the same versions would have moved."""

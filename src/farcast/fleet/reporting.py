@@ -51,6 +51,8 @@ class ReplicaReporter:
         self._ref: VersionRef | None = None
         self._tokens = 0
         self._trajectories = 0
+        self._waiting_seconds = 0.0
+        self._unread = 0
         self._bytes_full = 0
         self._commits = 0
         self._commit_seconds = 0.0
@@ -111,11 +113,15 @@ class ReplicaReporter:
                 self._commit_seconds = max(self._commit_seconds, commit_seconds)
             self._receipts.append(receipt)
 
-    def sampled(self, *, tokens: int, trajectories: int) -> None:
-        """Totals since the process started."""
+    def sampled(
+        self, *, tokens: int, trajectories: int, waiting_seconds: float = 0.0, unread: int = 0
+    ) -> None:
+        """Totals since the process started; `unread` is how many batches the trainer has yet to
+        read."""
         with self._lock:
             self._rates.append((self._clock(), tokens - self._tokens))
             self._tokens, self._trajectories = tokens, trajectories
+            self._waiting_seconds, self._unread = waiting_seconds, unread
 
     def record(self) -> ReplicaRecord:
         """The record as it would be written now."""
@@ -131,6 +137,8 @@ class ReplicaReporter:
                 tokens=self._tokens,
                 tokens_per_second=sum(tokens for _, tokens in self._rates) / RATE_SECONDS,
                 trajectories=self._trajectories,
+                waiting_seconds=self._waiting_seconds,
+                unread=self._unread,
                 bytes_fetched=self._bytes_fetched(),
                 bytes_full=self._bytes_full,
                 commits=self._commits,

@@ -73,23 +73,24 @@ class Sampler:
         stop: StopRequest,
     ) -> Worker:
         config = self._config
+        sender = TrajectorySender(
+            self._store,
+            config.run_id,
+            self._name,
+            max_backlog=config.train.max_backlog_groups,
+            position_of_reader=trainer.position,
+        )
         return Worker(
             engine,
             make_environment(config.task),
             self._codec,
-            TrajectorySender(
-                self._store,
-                config.run_id,
-                self._name,
-                max_backlog=config.train.max_backlog_groups,
-                position_of_reader=trainer.position,
-            ),
+            sender,
             group_size=config.train.group_size,
             task=config.task,
             sampling=config.sampling,
             engine_name=ENGINE_NAME,
             seed=config.train.seed,
-            report=_Report(engine, reporter),
+            report=_Report(engine, reporter, sender),
             stop=lambda: stop.requested or trainer.done,
         )
 
@@ -97,9 +98,12 @@ class Sampler:
 class _Report:
     """Called by the worker loop every round and while it waits."""
 
-    def __init__(self, engine: TransformersEngine, reporter: ReplicaReporter) -> None:
+    def __init__(
+        self, engine: TransformersEngine, reporter: ReplicaReporter, sender: TrajectorySender
+    ) -> None:
         self._engine = engine
         self._reporter = reporter
+        self._sender = sender
         self._waited = 0.0
 
     def __call__(self, counters: WorkerCounters) -> None:
@@ -109,7 +113,12 @@ class _Report:
         idle = counters.waiting_seconds > self._waited
         self._waited = counters.waiting_seconds
         self._reporter.state("waiting" if idle and state == "serving" else state)
-        self._reporter.sampled(tokens=counters.tokens, trajectories=counters.trajectories)
+        self._reporter.sampled(
+            tokens=counters.tokens,
+            trajectories=counters.trajectories,
+            waiting_seconds=counters.waiting_seconds,
+            unread=self._sender.backlog().batches if counters.groups else 0,
+        )
 
 
 def _report_commit(reporter: ReplicaReporter, commit: Commit) -> None:
