@@ -19,6 +19,7 @@ from farcast.cli.record import record
 from farcast.cli.replica import replica
 from farcast.cli.status import status
 from farcast.cli.train import train
+from farcast.cli.up import up
 from farcast.cli.verify import verify
 from farcast.cli.worker import worker
 
@@ -58,6 +59,7 @@ def farcast(
 app.command(rich_help_panel="Run")(demo)
 app.command(rich_help_panel="Run")(train)
 app.command(rich_help_panel="Run")(worker)
+app.command(rich_help_panel="Run")(up)
 app.command(rich_help_panel="Run")(replica)
 app.command(rich_help_panel="Run")(gateway)
 app.add_typer(record, rich_help_panel="Run")

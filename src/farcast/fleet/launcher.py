@@ -1,6 +1,7 @@
 """Starts and ends the processes of a run.
 
-`Launcher` is the seam: the demo's schedule says what to start and when, a launcher says how.
+`Launcher` is the seam: the demo's schedule or a `Crew` says what to start and when, a launcher says
+how and where. `RayLauncher` (`farcast.fleet.ray_launcher`) spreads them over a Ray cluster;
 `LocalLauncher` runs them on this machine, each in a process group of its own (so that Ctrl-C
 reaches only the supervisor, which then stops them in order), each with its output in a log file,
 and each tied to this process: its standard input is a pipe that closes when this process ends,
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -35,7 +36,8 @@ QUIET_CHILD: Mapping[str, str] = {
 
 
 class ProcessSpec(NamedTuple):
-    """`arguments` follow `farcast` on the command line; output is appended to `log`."""
+    """`arguments` follow `farcast` on the command line; output is appended to `log`, if it runs
+    on this machine."""
 
     name: str
     arguments: tuple[str, ...]
@@ -44,15 +46,28 @@ class ProcessSpec(NamedTuple):
 
 
 class Handle(NamedTuple):
+    """One life of a process. `pid` tells it from another life under the same name, and is the
+    system's number of it on this machine."""
+
     name: str
     pid: int
 
 
 class Launcher(Protocol):
+    """Used by one thread. A handle is good until `close`, also after its process has ended."""
+
     def start(self, spec: ProcessSpec) -> Handle: ...
+
+    def list(self) -> Sequence[Handle]:
+        """Those that were started and have not ended, the oldest first."""
+        ...
 
     def poll(self, handle: Handle) -> int | None:
         """The exit status (negative: the signal that ended it), None while it runs."""
+        ...
+
+    def words(self, handle: Handle) -> str:
+        """The last line that it said, "" if there is none to be had."""
         ...
 
     def kill(self, handle: Handle) -> None:
@@ -70,6 +85,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def restart(self, handle: Handle, *, grace: float) -> Handle:
+        """Stop it, then start the same again: a new life under its name."""
+        ...
+
     def close(self) -> None:
         """Kill whatever still runs."""
         ...
@@ -80,6 +99,7 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self._running: dict[Handle, subprocess.Popen[bytes]] = {}
+        self._specs: dict[Handle, ProcessSpec] = {}
         self._asked: set[Handle] = set()
         """A second signal would cut short the leaving that the first one began."""
 
@@ -102,7 +122,14 @@ class LocalLauncher:
             ) from error
         handle = Handle(spec.name, process.pid)
         self._running[handle] = process
+        self._specs[handle] = spec
         return handle
+
+    def list(self) -> Sequence[Handle]:
+        return [handle for handle, process in self._running.items() if process.poll() is None]
+
+    def words(self, handle: Handle) -> str:
+        return last_words(self._specs[handle].log)
 
     def poll(self, handle: Handle) -> int | None:
         return self._running[handle].poll()
@@ -124,6 +151,10 @@ class LocalLauncher:
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
+
+    def restart(self, handle: Handle, *, grace: float) -> Handle:
+        self.stop(handle, grace=grace)
+        return self.start(self._specs[handle])
 
     def close(self) -> None:
         for process in self._running.values():

@@ -42,6 +42,10 @@ class Restarts:
         self._started[name] = self._clock()
         self._due.pop(name, None)
 
+    def forget(self, name: str) -> None:
+        """It is not wanted any more."""
+        self._due.pop(name, None)
+
     def crashed(self, name: str) -> Restart | None:
         """What will be done about it; None when it was started often enough."""
         now = self._clock()

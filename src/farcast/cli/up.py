@@ -1,0 +1,120 @@
+"""`farcast up`: as many workers as a run wants, here or on a Ray cluster."""
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from farcast.cli import options
+from farcast.config import parse_link
+from farcast.errors import ConfigError
+from farcast.types import NAME_PATTERN
+
+if TYPE_CHECKING:
+    from farcast.fleet.launcher import Launcher
+
+_RAY = "Ray"
+
+
+def up(
+    store: options.Store,
+    launcher: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes of this machine, or of a cluster.")
+    ] = "local",
+    min: Annotated[int, typer.Option("--min", min=0, help="Never fewer workers.")] = 1,
+    max: Annotated[int, typer.Option("--max", min=1, max=4096, help="Never more.")] = 4,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Workers are NAME-1, NAME-2, ... [default: this host's name]"
+        ),
+    ] = None,
+    link: options.Link = None,
+    logs: Annotated[
+        Path, typer.Option(metavar="DIR", help="What local workers say goes here.")
+    ] = Path("runs/up"),
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The cluster: auto, HOST:PORT or ray://HOST:PORT. [default: a new one, here]",
+            rich_help_panel=_RAY,
+        ),
+    ] = None,
+    cpus: Annotated[
+        float, typer.Option(min=0, help="What a worker takes of a node.", rich_help_panel=_RAY)
+    ] = 1.0,
+    gpus: Annotated[
+        float, typer.Option(min=0, help="What a worker takes of a node.", rich_help_panel=_RAY)
+    ] = 0.0,
+    json: options.Json = None,
+) -> None:
+    """Keep as many workers as a run wants: enough that its trainer never waits, and no more.
+
+    It looks at the run's records, starts workers when the trainer waits, lets some go when they
+    are held up by the backlog, starts crashed ones again and replaces those that hang. It ends
+    when the trainer is done. Workers that others started count, so each region may have one.
+
+    ```
+    farcast up --store runs/demo/store --max 3
+    farcast up --store s3://bucket/run1 --launcher ray --ray-address auto --gpus 1 --max 32
+    ```
+    """
+    options.check_writable(json)
+    if link is not None:
+        parse_link(link)
+    prefix = f"{_host() if name is None else name}-"
+    if NAME_PATTERN.fullmatch(f"{prefix}4096") is None:
+        raise ConfigError(
+            f"{prefix[:60]!r} begins no worker's name; use up to 100 letters, digits, '.', '_' or "
+            "'-', beginning with a letter or digit."
+        )
+
+    from farcast.fleet.saying import say
+    from farcast.fleet.scaling import Limits
+    from farcast.fleet.signals import StopRequest
+    from farcast.fleet.up_process import keep_up
+
+    limits = Limits(least=min, most=max).check()
+    logs = logs.expanduser().absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    with StopRequest() as stop:
+        result = keep_up(
+            _reachable(store),
+            _launcher(launcher, ray_address, cpus, gpus),
+            limits,
+            prefix=prefix,
+            logs=logs,
+            more=() if link is None else ("--link", link),
+            stop=stop,
+            tell=say,
+        )
+    options.write_json(json, result)
+
+
+def _reachable(store: str) -> str:
+    """A folder by its whole path: workers run elsewhere, with another folder before their eyes."""
+    from farcast.store import open_store
+
+    return store if "://" in store else open_store(store).url
+
+
+def _launcher(kind: str, address: str | None, cpus: float, gpus: float) -> "Launcher":
+    if kind == "local":
+        from farcast.fleet.launcher import LocalLauncher
+
+        if address is not None:
+            raise ConfigError("--ray-address goes with --launcher ray.")
+        return LocalLauncher()
+    from farcast.fleet.ray_launcher import NodeNeeds, RayLauncher
+
+    return RayLauncher(address, needs=NodeNeeds(cpus=cpus, gpus=gpus))
+
+
+def _host() -> str:
+    """Two of one name would start workers of the same names."""
+    plain = re.sub(r"[^A-Za-z0-9.-]+", "-", socket.gethostname()).strip("-.")
+    return f"{plain[:64] or 'host'}-{os.getpid()}"
