@@ -2,7 +2,7 @@
 extension: for questions about the adapter that need no model. The real server is in tests/vllm.
 
     update     open in each member apart: one that fails has it ended, the others keep it open
-    pause      the answer comes after a while; `/is_paused` is true at once
+    pause      by `/sleep` at level 0 if it `sleeps` lightly; else by `/pause`, which takes a while
     version    a label of the server's own
 """
 
@@ -52,7 +52,7 @@ class FakeVllm:
         self.members = [_Member(self.group, rank) for rank in range(members)]
         self.faults: set[int] = set()
         self.mute: set[int] = set()
-        self.keeps_caches = self.paused = False
+        self.keeps_caches = self.paused = self.sleeps = False
         self.label = "default"
         self.calls: list[str] = []
         self.address = ""
@@ -71,17 +71,25 @@ class FakeVllm:
             self.paused = True
             time.sleep(0.02)
             return 200, {"status": "paused"}
-        if path == "/is_paused":
-            return 200, {"is_paused": self.paused}
+        if path == "/openapi.json":
+            return 200, {"paths": {"/sleep": {"post": {"parameters": self._sleep_parameters()}}}}
         with self._lock:
             return self._utility(path, body)
+
+    def _sleep_parameters(self) -> Any:
+        """Before there was a level 0, any number would do."""
+        least = {"minimum": 0} if self.sleeps else {}
+        return [{"name": "level", "schema": {"type": "integer", **least}}, {"name": "mode"}]
 
     def _utility(self, path: str, body: Any) -> Reply:
         if path == "/get_world_size":
             return 200, {"world_size": len(self.members)}
         if path == "/collective_rpc":
             return 200, {"results": list(self._rpc(body["method"], body.get("args", [])))}
-        if path == "/resume":
+        if path == "/sleep":
+            assert self.sleeps
+            self.paused = True
+        elif path in ("/resume", "/wake_up"):
             self.paused = False
         elif path == "/reset_prefix_cache":
             return 200, {"success": not self.keeps_caches}

@@ -30,19 +30,27 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(fake, tmp_path)
 
 
-def test_nothing_is_written_before_the_pause_nor_named_before_its_answer(world: World) -> None:
+@pytest.mark.parametrize(
+    ("sleeps", "stop", "go"), [(True, "/sleep", "/wake_up"), (False, "/pause", "/resume")]
+)
+def test_words_are_written_and_named_in_the_pause(
+    world: World, sleeps: bool, stop: str, go: str
+) -> None:
+    world.fake.sleeps = sleeps
+    world.target.forget()  # so that it attaches to this kind of server
+    world.case.subscriber.sync()
     world.case.publish()
     staged = world.case.subscriber.stage()
     assert staged is not None
     world.fake.calls.clear()
     world.case.subscriber.commit(staged)
-    calls = [call for call in world.fake.calls if call not in ("/is_paused", "/collective_rpc")]
+    calls = [call for call in world.fake.calls if call != "/collective_rpc"]
     assert calls == [
         "/start_weight_update",
-        "/pause",
+        stop,
         "/update_weights",
         "/update_weight_version",
-        "/resume",
+        go,
         "/finish_weight_update",
     ]
     assert world.engine.label() == label_of(world.case.refs[1])

@@ -1,11 +1,15 @@
 """JSON calls to an engine's own server, over TCP or a Unix socket. Blocking, one at a time.
 
 An address is `http://127.0.0.1:8001` or `unix:/run/engine.sock`. Answers are read up to a bound.
+Calls that follow one another at once share a connection; an older one may be closed on the other
+side, and then nobody could tell whether a call had reached the server.
 Refuses redirects and any scheme but these two: the engine stands beside the sidecar.
 """
 
 import http.client
 import socket
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -16,6 +20,9 @@ from farcast.errors import ConfigError, EngineRefusedError, EngineUnreachableErr
 
 MAX_ANSWER_BYTES = 1 << 28
 """The layout of a quarter of a million tensors as JSON."""
+
+_FRESH_SECONDS = 0.5
+"""A connection used this short ago is used again; servers keep an idle one for five and more."""
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -37,6 +44,7 @@ class HttpClient:
         self._timeout = timeout
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._connection()
+        self._own = threading.local()
 
     @property
     def address(self) -> str:
@@ -53,18 +61,20 @@ class HttpClient:
         none, `EngineRefusedError` with the engine's words for a status other than 200."""
         data = None if body is None else msgspec.json.encode(body)
         headers = {**self._headers, **({"Content-Type": "application/json"} if data else {})}
-        connection = self._connection()
+        connection = self._fresh()
         try:
             connection.request(method, path, data, headers)
             response = connection.getresponse()
             answer = response.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
+            connection.close()
             raise EngineUnreachableError(
                 f"The engine at {self._address} did not answer {path.split('?')[0]} "
                 f"({type(error).__name__}); see whether it still runs."
             ) from error
-        finally:
+        if len(answer) > MAX_ANSWER_BYTES:
             connection.close()
+        self._own.used = time.monotonic()
         return self._decoded(path.split("?")[0], response.status, answer)
 
     def _decoded(self, path: str, status: int, answer: bytes) -> Any:
@@ -80,6 +90,16 @@ class HttpClient:
             return msgspec.json.decode(answer) if answer.strip() else None
         except msgspec.DecodeError:
             return answer.decode("utf-8", "replace")  # health checks answer in plain words
+
+    def _fresh(self) -> http.client.HTTPConnection:
+        """This thread's connection if it was used just now, else a new one."""
+        kept: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if kept is None or time.monotonic() - self._own.used > _FRESH_SECONDS:
+            if kept is not None:
+                kept.close()
+            kept = self._own.connection = self._connection()
+            self._own.used = time.monotonic()
+        return kept
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._address.startswith("unix:"):

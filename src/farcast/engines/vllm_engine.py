@@ -9,7 +9,6 @@ Unix socket, with farcast's sidecar before it.
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +25,6 @@ from farcast.types import VersionRef
 _Answer = TypeVar("_Answer")
 
 _FIRST_POLL, _LONGEST_POLL = 0.005, 0.1
-
-_POOL = ThreadPoolExecutor(thread_name_prefix="farcast-vllm")
 
 
 def launch_arguments() -> tuple[str, ...]:
@@ -74,7 +71,7 @@ class VllmEngine:
         self._stage_timeout = stage_timeout
         self._members: int | None = None
         self._updating = False
-        self._pausing: Future[Any] | None = None
+        self._sleeps = False
 
     # --- any engine --------------------------------------------------------------------------
 
@@ -82,24 +79,29 @@ class VllmEngine:
         self._client.get("/health")
 
     def pause(self) -> None:
-        """vLLM's answer to a pause comes 20 ms after it, so nobody waits for it here: once
-        `is_paused` says so, no step is scheduled any more, and what a worker still computes ends
-        before the next call reaches it. `name_weights` waits, since outputs are labelled late."""
-        query = {"mode": "keep", "clear_cache": "false"}
-        self._pausing = _POOL.submit(self._client.post, "/pause", query=query)
-        while not self._pausing.done():
-            if self._client.get("/is_paused") == {"is_paused": True}:
-                return
-        self._pausing.result()
+        """Returns once the last step's tokens were labelled, so that the next label is of what is
+        computed after it. `sleep` at level 0 is vLLM's pause without the 20 ms that `/pause` adds
+        to its answer for the callers' convenience; servers without it are paused as they can."""
+        if self._sleeps:
+            self._client.post("/sleep", query={"level": "0", "mode": "keep"})
+        else:
+            self._client.post("/pause", query={"mode": "keep", "clear_cache": "false"})
 
     def resume(self) -> None:
-        self._paused_surely()
-        self._client.post("/resume")
+        if self._sleeps:
+            self._client.post("/wake_up", query={"tags": "scheduling"})
+        else:
+            self._client.post("/resume")
 
-    def _paused_surely(self) -> None:
-        pausing, self._pausing = self._pausing, None
-        if pausing is not None:
-            pausing.result()
+    def _knows_light_sleep(self) -> bool:
+        """Told by the server's own description: elsewhere level 0 may mean anything."""
+        try:
+            described = self._client.get("/openapi.json")
+            given = described["paths"]["/sleep"]["post"]["parameters"]
+            level = next(one["schema"] for one in given if one["name"] == "level")
+            return level["minimum"] == 0 and any(one["name"] == "mode" for one in given)
+        except (EngineRefusedError, KeyError, TypeError, StopIteration):
+            return False
 
     def drop_caches(self) -> bool:
         answer = self._client.post("/reset_prefix_cache", query={"reset_running_requests": "true"})
@@ -117,6 +119,7 @@ class VllmEngine:
     def attach(self, places: Mapping[str, Place]) -> Sequence[MemberLayout]:
         world = self._client.get("/get_world_size")
         self._members = int(world["world_size"])
+        self._sleeps = self._knows_light_sleep()
         text = msgspec.json.encode(dict(places)).decode()
         return self._all("farcast_attach", [text], MemberLayout)
 
@@ -157,7 +160,6 @@ class VllmEngine:
         self._all("farcast_undo", [label], None)
 
     def name_weights(self, label: str) -> None:
-        self._paused_surely()
         self._client.post("/update_weight_version", {"new_version": label})
 
     def drop(self, label: str) -> None:

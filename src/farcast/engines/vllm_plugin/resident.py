@@ -23,6 +23,7 @@ from farcast.engines.blocks import Block
 from farcast.engines.http_engine import UNKNOWN, MemberLayout, Receipt, Whole
 from farcast.engines.mirror import Mirror
 from farcast.engines.vllm_plugin.exchange import exchange, holds, put, warm_up
+from farcast.engines.vllm_plugin.holders import Holders
 from farcast.engines.vllm_plugin.tracing import Trace, trace
 from farcast.engines.words_file import Change, read_words
 from farcast.errors import (
@@ -66,7 +67,7 @@ class Resident:
         self._load = load
         self._trace: Trace | None = None
         self.places: Mapping[str, Place] = {}
-        self._addresses: list[int] = []
+        self._holders = Holders(model, [])
         self._label = self._label_before = UNKNOWN
         self._staged: _Staged | None = None
         self._written: _Staged | None = None
@@ -86,7 +87,7 @@ class Resident:
         self.places = dict(places)
         warm_up(found.memories)
         self._trace = found
-        self._addresses = [memory.data_ptr() for memory in found.memories]
+        self._holders = Holders(self._model, found.memories)
         return MemberLayout(self._member, found.blocks, found.opaque, found.skipped)
 
     # --- staging -----------------------------------------------------------------------------
@@ -294,15 +295,10 @@ class Resident:
 
     def _require_unmoved(self) -> None:
         # Flat views keep their storage alive, so an exchanged parameter would go unnoticed.
-        now = {tensor.untyped_storage().data_ptr() for tensor in self._tensors()}
-        if not now.issuperset(self._addresses):
+        if not self._holders.still_hold():
             raise TargetChangedError(
                 "The engine exchanged tensors of its model since it was attached to; attach anew."
             )
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
 
 
 def _signed(words: Words) -> Any:
