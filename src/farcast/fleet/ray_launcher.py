@@ -13,6 +13,7 @@ may run code on it, so keep its ports to itself. This process is the driver: its
 
 import itertools
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ MAX_RESTARTS = 8
 
 ANSWER_SECONDS = 0.5
 """A host that does not answer at once is busy, waits for room, or is on its way to another node."""
+
+CONNECT_SECONDS = 10.0
 
 LOST = -9
 """The status of a process whose host is gone for good: as if it had been killed."""
@@ -172,20 +175,38 @@ def _connected(address: str | None) -> Any:
         raise MissingDependencyError(
             "Launching on Ray needs ray; install it with `pip install 'farcast[ray]'`."
         ) from error
+    if address is not None:
+        _reach(address)
+    # One of our own is for this machine alone, so it listens there alone.
+    alone = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
         ray.init(
-            address="local" if address is None else address,
+            **(alone if address is None else {"address": address}),
             namespace="farcast",
-            include_dashboard=False if address is None else None,
             log_to_driver=False,
             configure_logging=False,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"There is no Ray cluster at {address} ({str(error).splitlines()[0][:120]}); start one "
-            "with `ray start --head`, or correct the address."
-        ) from error
+        raise _no_cluster(address) from error
     return ray
+
+
+def _reach(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdecimal():
+        return  # "auto", which Ray looks up
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address) from error
+
+
+def _no_cluster(address: str | None) -> ConfigError:
+    return ConfigError(
+        f"There is no Ray cluster at {address or 'this machine'}; start one with "
+        "`ray start --head`, or correct the address."
+    )
 
 
 def _host_class(ray: Any, needs: NodeNeeds, max_restarts: int) -> Any:
