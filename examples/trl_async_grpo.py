@@ -98,7 +98,7 @@ def sample(store: Store, model: Path, rollouts: FarcastRollouts, stop: threading
         target.module, Subscriber(store, RUN, target), eos_ids=codec.eos_ids, pad_id=codec.pad_id
     )
     sender = TrajectorySender(
-        store, RUN, "r1", max_backlog=4, position_of_reader=lambda: rollouts.position("r1")
+        store, RUN, "r1", max_backlog_groups=4, position_of_reader=lambda: rollouts.position("r1")
     )
     worker = Worker(
         engine,

@@ -7,12 +7,23 @@ import pytest
 
 from farcast.config import SamplingConfig, TaskConfig
 from farcast.engines.base import Completion
-from farcast.errors import FormatError, ScoringError, StoreFullError, TargetUncertainError
+from farcast.errors import (
+    FormatError,
+    ScoringError,
+    StoreFullError,
+    TargetUncertainError,
+    TrajectoryTooLargeError,
+)
 from farcast.rollout import Episode, Letters, Score, Task, Worker, WorkerCounters
 from farcast.rollout import worker as worker_module
 from farcast.store.memory import MemoryStore
 from farcast.store.testing import Fail, FaultStore, LoseReply, Rule
-from farcast.trajectory import TrajectoryReceiver, TrajectorySender, check_trajectory
+from farcast.trajectory import (
+    Trajectory,
+    TrajectoryReceiver,
+    TrajectorySender,
+    check_trajectory,
+)
 from farcast.trajectory.keys import TRAJECTORIES_PREFIX
 from farcast.types import VersionRef
 from trajectory_world import RUN, ids, root_of, span
@@ -121,10 +132,10 @@ def test_groups_come_home_whole_and_as_sampled() -> None:
     assert world.reports[-1] == counters
 
 
-def test_one_object_is_one_group() -> None:
+def test_one_object_is_one_round() -> None:
     world = World()
-    world.run()
-    assert len(list(world.store.list(TRAJECTORIES_PREFIX))) == 4
+    assert world.run().groups == 4
+    assert len(list(world.store.list(TRAJECTORIES_PREFIX))) == 2
 
 
 def test_neither_another_worker_nor_a_restart_draws_the_same_seeds_or_ids() -> None:
@@ -175,7 +186,7 @@ def test_an_answer_that_cannot_be_scored_is_aborted(reward: float | None) -> Non
 
 def test_nothing_is_sampled_while_the_trainer_is_behind() -> None:
     position = 0
-    world = World(max_backlog=4, position_of_reader=lambda: position, rounds=99)
+    world = World(max_backlog_groups=4, position_of_reader=lambda: position, rounds=99)
     idle = 0
 
     def stop() -> bool:
@@ -183,13 +194,12 @@ def test_nothing_is_sampled_while_the_trainer_is_behind() -> None:
         waiting = world.reports and world.reports[-1].waiting_seconds > 0
         idle += bool(waiting)
         if idle == 50:
-            position = 2
+            position = 1
         return idle > 100
 
     counters = world.run(stop)
-    # Four batches before the first wait and two once the trainer had read two; a round that
-    # began with room for one may add one more batch than the bound, which then waits.
-    assert 6 <= counters.groups <= 7
+    # Two rounds of two groups before the first wait, and one once the trainer had read one.
+    assert counters.groups == 6
     assert counters.waiting_seconds > 0
 
 
@@ -243,6 +253,21 @@ def test_a_group_that_is_too_large_is_given_up_and_counted() -> None:
     world = World(rounds=1, max_batch_bytes=100)
     assert world.run().refused == 2
     assert world.arrived() == []
+
+
+def test_a_group_that_is_too_large_does_not_hold_up_the_others() -> None:
+    world = World(rounds=1)
+    whole = world.sender.submit_many
+
+    def submit_many(trajectories: Sequence[Trajectory]) -> None:
+        if any(t.group_id.endswith("000000") for t in trajectories):
+            raise TrajectoryTooLargeError("the first group is too large")
+        whole(trajectories)
+
+    world.sender.submit_many = submit_many  # type: ignore[assignment]
+    counters = world.run()
+    assert (counters.refused, counters.groups, counters.trajectories) == (1, 1, 3)
+    assert {t.group_id[-6:] for t in world.arrived()} == {"000001"}
 
 
 def test_a_prompt_that_does_not_continue_the_episode_is_refused() -> None:

@@ -197,7 +197,7 @@ def test_backlog_is_bounded_by_number_and_by_bytes() -> None:
     reader = receiver(store)
     one = sender(
         store,
-        max_backlog=10,
+        max_backlog_groups=10,
         position_of_reader=lambda: reader.positions().get("w0"),
         clock=clock,
         sleep=clock.sleep,
@@ -232,7 +232,20 @@ def test_a_restarted_worker_still_knows_its_backlog() -> None:
     store = MemoryStore()
     for i in range(3):
         sender(store).submit(episode(f"t{i}"))
-    assert sender(store, position_of_reader=lambda: 1).backlog().batches == 2
+    backlog = sender(store, position_of_reader=lambda: 1).backlog()
+    assert (backlog.batches, backlog.groups) == (2, 2)
+
+
+def test_groups_are_counted_not_the_batches_that_hold_them() -> None:
+    store = MemoryStore()
+    one = sender(store, max_backlog_groups=3, position_of_reader=lambda: 0)
+    one.submit_many([episode("a", group="a"), episode("b", group="b"), episode("c", group="a")])
+    assert one.backlog()[:2] == (1, 2)
+    assert not one.is_full()
+    assert one.is_full(coming_groups=1)
+    one.submit(episode("d", group="c"))
+    with pytest.raises(BacklogFullError, match="has not read 3 groups"):
+        one.submit(episode("e", group="d"))
 
 
 def test_consume_crash_restore() -> None:

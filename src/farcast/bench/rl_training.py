@@ -240,7 +240,7 @@ def _replica_side(
         store,
         config.run_id,
         REPLICA,
-        max_backlog=config.train.max_backlog_groups,
+        max_backlog_groups=config.train.max_backlog_groups,
         position_of_reader=side.position,
     )
     worker = Worker(

@@ -80,7 +80,7 @@ def serving_replicas(snapshot: FleetSnapshot) -> list[str]:
 
 
 def _unread(snapshot: FleetSnapshot, serving: Sequence[str]) -> int:
-    """Groups that wait for the trainer: a batch is one."""
+    """Groups that wait for the trainer."""
     return sum(snapshot.replicas[name].record.unread for name in serving)
 
 

@@ -56,7 +56,7 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     waiting_seconds: float = 0.0
     """Since it started: held up by the trainer's backlog, or by the store."""
     unread: Count = 0
-    """Batches of its that the trainer has yet to read."""
+    """Groups of its that the trainer has yet to read."""
     bytes_fetched: Count = 0
     bytes_full: Count = 0
     """What full copies of the same versions would have moved."""

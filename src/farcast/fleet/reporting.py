@@ -116,7 +116,7 @@ class ReplicaReporter:
     def sampled(
         self, *, tokens: int, trajectories: int, waiting_seconds: float = 0.0, unread: int = 0
     ) -> None:
-        """Totals since the process started; `unread` is how many batches the trainer has yet to
+        """Totals since the process started; `unread` is how many groups the trainer has yet to
         read."""
         with self._lock:
             self._rates.append((self._clock(), tokens - self._tokens))

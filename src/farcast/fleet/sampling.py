@@ -77,7 +77,7 @@ class Sampler:
             self._store,
             config.run_id,
             self._name,
-            max_backlog=config.train.max_backlog_groups,
+            max_backlog_groups=config.train.max_backlog_groups,
             position_of_reader=trainer.position,
         )
         return Worker(
@@ -117,7 +117,7 @@ class _Report:
             tokens=counters.tokens,
             trajectories=counters.trajectories,
             waiting_seconds=counters.waiting_seconds,
-            unread=self._sender.backlog().batches if counters.groups else 0,
+            unread=self._sender.backlog().groups if counters.groups else 0,
         )
 
 

@@ -1,9 +1,10 @@
 """The worker loop: draw tasks, sample them, score the answers, send whole groups home.
 
 Backpressure comes first: while the trainer is behind by the sender's bound, nothing is sampled,
-since what is sampled now would be stale when it is read. A group is one object in the store.
-While it goes up the line, the next ones are sampled. An outage of the store holds the loop once
-`MAX_IN_FLIGHT` groups wait, until the store answers again.
+since what is sampled now would be stale when it is read. What one round of sampling brought is
+one object in the store, since each costs a round trip: whole groups, many small ones together.
+While it goes up the line, the next round is sampled. An outage of the store holds the loop once
+`MAX_IN_FLIGHT` rounds wait, until the store answers again.
 
 Refuses to re-tokenise, to give an episode that failed a reward, and to send what it did not
 sample itself. An engine whose weights are uncertain ends the loop with the engine's error.
@@ -35,8 +36,8 @@ from farcast.rollout.prompts import PromptCodec, ask
 from farcast.rollout.seeds import seed_of
 from farcast.trajectory import FinishReason, Trajectory, TrajectorySender
 
-MAX_IN_FLIGHT = 4
-"""Groups that may wait to be written. A crash loses these: they were never acknowledged."""
+MAX_IN_FLIGHT = 2
+"""Rounds that may wait to be written. A crash loses these: they were never acknowledged."""
 
 _IDLE_SECONDS = 0.1
 _FIRST_RETRY_SECONDS = 0.5
@@ -72,11 +73,12 @@ class _Drawn(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What became of a group: how many trajectories are durable, after how many repetitions."""
+    """What became of some groups, after how many repetitions."""
 
-    trajectories: int
-    retries: int
-    refused: bool
+    groups: int = 0
+    trajectories: int = 0
+    retries: int = 0
+    refused: int = 0
 
 
 class Worker:
@@ -152,7 +154,8 @@ class Worker:
         try:
             if self._first_sequence is None:
                 self._first_sequence = self._sender.next_sequence
-            return not self._sender.is_full(coming_batches=len(self._in_flight))
+            coming = len(self._in_flight) * self._sampling.batch_groups
+            return not self._sender.is_full(coming_groups=coming)
         except FarcastError as error:
             if not error.retry:
                 raise
@@ -162,15 +165,10 @@ class Worker:
         """Take the results of submissions that are done."""
         while self._in_flight and self._in_flight[0].done():
             sent = self._in_flight.popleft().result()
-            self._count(
-                groups=int(sent.trajectories > 0),
-                trajectories=sent.trajectories,
-                refused=int(sent.refused),
-                retries=sent.retries,
-            )
+            self._count(**sent._asdict())
 
     def _round(self, pool: ThreadPoolExecutor) -> None:
-        """One batch through the engine: `batch_groups` groups, each sent as it is scored."""
+        """One batch through the engine: `batch_groups` groups, sent once all are scored."""
         drawn = [self._draw() for _ in range(self._sampling.batch_groups)]
         prompts = [d.prompt for d in drawn for _ in range(self._group_size)]
         started, clock = time.time(), time.monotonic()
@@ -182,13 +180,16 @@ class Worker:
             tokens=sum(len(c.token_ids) for c in completions),
         )
         ended = time.time()
+        groups = []
         for index, one in enumerate(drawn):
             own = completions[index * self._group_size : (index + 1) * self._group_size]
-            group = [
-                self._trajectory(one, member, completion, started, ended)
-                for member, completion in enumerate(own)
-            ]
-            self._in_flight.append(pool.submit(self._submit, group))
+            groups.append(
+                [
+                    self._trajectory(one, member, completion, started, ended)
+                    for member, completion in enumerate(own)
+                ]
+            )
+        self._in_flight.append(pool.submit(self._submit, groups))
 
     def _draw(self) -> _Drawn:
         """The next task. Seeds come from the run's seed, this worker's id, where its sequence stood
@@ -242,25 +243,29 @@ class Worker:
             return "aborted", Score(reward=0.0)
         return completion.finish_reason, score
 
-    def _submit(self, group: Sequence[Trajectory]) -> _Sent:
-        """Until the group is durable, or the loop is over while the store does not answer."""
+    def _submit(self, groups: Sequence[Sequence[Trajectory]]) -> _Sent:
+        """Until the groups are durable, or the loop is over while the store does not answer. One
+        with a trajectory that is too large does not hold up the others."""
         retries, delay = 0, _FIRST_RETRY_SECONDS
         while True:
             try:
-                self._sender.submit_many(group)
+                self._sender.submit_many([member for group in groups for member in group])
             except TrajectoryTooLargeError:
-                return _Sent(0, retries, refused=True)
+                if len(groups) == 1:
+                    return _Sent(retries=retries, refused=1)
+                alone = [self._submit([group]) for group in groups]
+                return _Sent(*map(sum, zip(_Sent(retries=retries), *alone, strict=True)))
             except FarcastError as error:
                 if not error.retry:
                     raise
                 if self._sleep_unless_stopped(delay):
-                    return _Sent(0, retries, refused=False)
+                    return _Sent(retries=retries)
                 retries += 1
                 # A trainer that is behind catches up soon; a store that fails wants peace.
                 if not isinstance(error, BacklogFullError):
                     delay = min(2 * delay, _LAST_RETRY_SECONDS)
             else:
-                return _Sent(len(group), retries, refused=False)
+                return _Sent(len(groups), sum(map(len, groups)), retries)
 
     def _sleep_unless_stopped(self, seconds: float) -> bool:
         """True when the loop is over, so that nothing is tried again."""

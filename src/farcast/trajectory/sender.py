@@ -60,10 +60,18 @@ _CREATE_TRIES = 4
 
 
 class Backlog(NamedTuple):
-    """What this worker wrote and the trainer has not read."""
+    """What this worker wrote and the trainer has not read. A batch that an earlier process wrote,
+    and that was not recalled, counts as one group."""
 
     batches: int
+    groups: int
     bytes: int
+
+
+class _Unread(NamedTuple):
+    sequence: int
+    groups: int
+    size: int
 
 
 class TrajectorySender:
@@ -71,7 +79,7 @@ class TrajectorySender:
 
     `position_of_reader` returns the next sequence number of this worker that the trainer will
     read (None while it is not known), and is asked before every write; with it, at most
-    `max_backlog` batches and `max_backlog_bytes` stay unread. A full backlog raises
+    `max_backlog_groups` groups and `max_backlog_bytes` stay unread. A full backlog raises
     `BacklogFullError` after `wait_seconds`.
 
     `spool` is a folder of this worker alone. With it, `submit` returns once a batch is durable
@@ -85,7 +93,7 @@ class TrajectorySender:
         worker_id: str,
         *,
         max_batch_bytes: int = DEFAULT_BATCH_BYTES,
-        max_backlog: int | None = None,
+        max_backlog_groups: int | None = None,
         max_backlog_bytes: int | None = None,
         position_of_reader: Callable[[], int | None] | None = None,
         wait_seconds: float = 0.0,
@@ -98,7 +106,7 @@ class TrajectorySender:
         self._run_id = checked_name("run", run_id)
         self._worker_id = checked_name("worker", worker_id)
         self._max_batch_bytes = min(max_batch_bytes, MAX_BATCH_BYTES)
-        self._max_backlog = max_backlog
+        self._max_backlog_groups = max_backlog_groups
         self._max_backlog_bytes = max_backlog_bytes
         self._position_of_reader = position_of_reader
         self._wait_seconds = wait_seconds
@@ -111,7 +119,7 @@ class TrajectorySender:
         self._next = 0
         self._position = 0
         self._known: OrderedDict[str, None] = OrderedDict()
-        self._unread: deque[tuple[int, int]] = deque()
+        self._unread: deque[_Unread] = deque()
         self.bytes_sent = 0
 
     @property
@@ -166,21 +174,26 @@ class TrajectorySender:
         return self._spool.bytes if self._spool else 0
 
     def backlog(self) -> Backlog:
-        """Batches of this worker that the trainer has not read, as far as is known here.
+        """What this worker wrote and the trainer has not read, as far as is known here.
         Does not wait for a submission that another thread has under way."""
         self._open()
         position = self._reader()
         with self._books:
-            while self._unread and self._unread[0][0] < position:
+            while self._unread and self._unread[0].sequence < position:
                 self._unread.popleft()
-            return Backlog(len(self._unread), sum(size for _, size in self._unread))
+            return Backlog(
+                len(self._unread),
+                sum(batch.groups for batch in self._unread),
+                sum(batch.size for batch in self._unread),
+            )
 
-    def is_full(self, coming_bytes: int = 0, *, coming_batches: int = 0) -> bool:
+    def is_full(self, coming_bytes: int = 0, *, coming_groups: int = 0) -> bool:
         """Whether the bound leaves no room for one more batch of `coming_bytes`, after
-        `coming_batches` that are on their way. An object larger than the whole bound may go when
+        `coming_groups` that are on their way. A batch larger than the whole bound may go when
         nothing else is unread, or it could never go."""
-        batches, size = self.backlog()
-        if self._max_backlog is not None and batches + coming_batches >= self._max_backlog:
+        batches, groups, size = self.backlog()
+        bound = self._max_backlog_groups
+        if bound is not None and groups + coming_groups >= bound:
             return True
         if self._max_backlog_bytes is None or not batches:
             return False
@@ -241,9 +254,9 @@ class TrajectorySender:
         deadline = self._clock() + self._wait_seconds
         while self.is_full(size):
             if self._clock() >= deadline:
-                batches, unread = self.backlog()
+                _, groups, unread = self.backlog()
                 raise BacklogFullError(
-                    f"The trainer has not read {batches} batches ({unread} bytes) of worker "
+                    f"The trainer has not read {groups} groups ({unread} bytes) of worker "
                     f"{self._worker_id}; wait until it has, then submit again."
                 )
             self._sleep(_POLL_SECONDS)
@@ -288,7 +301,8 @@ class TrajectorySender:
     def _note(self, trajectories: Sequence[Trajectory], size: int) -> None:
         """The batch under the next number is durable."""
         with self._books:
-            self._unread.append((self._next, size))
+            groups = len({trajectory.group_id for trajectory in trajectories})
+            self._unread.append(_Unread(self._next, max(1, groups), size))
             self._next += 1
         for trajectory in trajectories:
             self._known[trajectory.id] = None
