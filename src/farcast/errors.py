@@ -11,6 +11,7 @@ a credential, a token or a signed URL.
     ├── FormatError                  bytes that do not follow the format
     │   └── LimitError               bytes that ask for more than the format allows
     ├── IntegrityError               bytes that are not what their digest says
+    │   └── SignatureError           not signed by a key that the reader trusts
     ├── StoreError
     │   ├── StoreUnavailableError    (retry) network, throttling, server fault
     │   ├── StoreAccessError         credentials or permissions
@@ -22,7 +23,10 @@ a credential, a token or a signed URL.
     ├── LineageError
     │   ├── RunMismatchError         the store, folder or record belongs to another run
     │   ├── UnknownVersionError      that version was never published, or is gone
-    │   └── VersionConflictError     another publisher wrote that version first
+    │   ├── VersionConflictError     another publisher wrote that version first
+    │   └── FreshnessError           (retry) the store may be showing an old state of the run
+    │       ├── RollbackError        older than what was seen here, or than what is signed
+    │       └── FreezeError          nothing says that it is recent: the signed timestamp ran out
     ├── PoisonError                  weights or samples that would ruin the run
     ├── RankError                    (retry) another rank of this publisher failed: nothing was
     │   │                            published, and no rank's baseline moved
@@ -71,6 +75,10 @@ class IntegrityError(FarcastError):
     exit_code = 3
 
 
+class SignatureError(IntegrityError):
+    pass
+
+
 class StoreError(FarcastError):
     exit_code = 4
 
@@ -116,6 +124,21 @@ class UnknownVersionError(LineageError):
 
 
 class VersionConflictError(LineageError):
+    pass
+
+
+class FreshnessError(LineageError):
+    """What the target holds was verified and goes on serving; the store's word on what is newest
+    is not believed. A later look may be."""
+
+    retry = True
+
+
+class RollbackError(FreshnessError):
+    pass
+
+
+class FreezeError(FreshnessError):
     pass
 
 

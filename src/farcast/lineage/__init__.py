@@ -1,11 +1,14 @@
-"""What versions there are and how to get from one to another: manifests and plans. Pure."""
+"""What versions there are, who vouches for them, how to get from one to another. Pure."""
 
 from farcast.lineage.encoding import (
+    MAX_TIMESTAMP_BYTES,
     check_manifest,
     decode_manifest,
     decode_run_record,
+    decode_timestamp,
     encode_manifest,
     encode_run_record,
+    encode_timestamp,
 )
 from farcast.lineage.manifest import (
     MAX_MANIFEST_BYTES,
@@ -13,11 +16,13 @@ from farcast.lineage.manifest import (
     MAX_OBJECTS,
     OBJECTS_PREFIX,
     RUN_KEY,
+    TIMESTAMP_KEY,
     VERSIONS_PREFIX,
     Delta,
     Manifest,
     ObjectRef,
     RunRecord,
+    Timestamp,
     object_key,
     parse_version_key,
     version_key,
@@ -32,6 +37,7 @@ from farcast.lineage.schedule import (
     is_anchor_due,
     squash_spans,
 )
+from farcast.lineage.signing import Signer, TrustedKey
 
 __all__ = [
     "MAX_ANCHOR_DISTANCE",
@@ -40,8 +46,10 @@ __all__ = [
     "MAX_OBJECTS",
     "MAX_OBJECT_BYTES",
     "MAX_SQUASHED",
+    "MAX_TIMESTAMP_BYTES",
     "OBJECTS_PREFIX",
     "RUN_KEY",
+    "TIMESTAMP_KEY",
     "VERSIONS_PREFIX",
     "Delta",
     "Manifest",
@@ -49,13 +57,18 @@ __all__ = [
     "Plan",
     "PlanStep",
     "RunRecord",
+    "Signer",
+    "Timestamp",
+    "TrustedKey",
     "check_anchor_every",
     "check_manifest",
     "check_squash",
     "decode_manifest",
     "decode_run_record",
+    "decode_timestamp",
     "encode_manifest",
     "encode_run_record",
+    "encode_timestamp",
     "first_kept",
     "is_anchor_due",
     "object_key",

@@ -1,4 +1,4 @@
-"""Manifests and run records to bytes and back. Pure.
+"""Manifests, run records and timestamps to bytes and back. Pure.
 
 Encoding is canonical: equal values give equal bytes (fields in declared order, keys of
 mappings sorted), so a publisher knows its own write by comparing bytes.
@@ -12,8 +12,9 @@ Decoding refuses, in this order, cheapest first:
  5. an anchor that does not agree with `anchor_version`; a version that nothing leads to
  6. a delta whose base is not older than the version (so that no path can have a cycle),
     or two deltas from one base
- 7. an object named twice in one list; a change without objects
- 8. counts that contradict each other
+ 7. an origin anywhere but in version 0, or in the run itself
+ 8. an object named twice in one list; a change without objects
+ 9. counts that contradict each other
 
 Refuses to judge anything that needs a second manifest: that is `farcast.lineage.planning`.
 """
@@ -21,18 +22,25 @@ Refuses to judge anything that needs a second manifest: that is `farcast.lineage
 from typing import TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from farcast.errors import FormatError, LimitError, RunMismatchError
 from farcast.lineage.manifest import (
     MAX_MANIFEST_BYTES,
+    RUN_KEY,
+    TIMESTAMP_KEY,
     Delta,
     Manifest,
     ObjectRef,
     RunRecord,
+    Timestamp,
     version_key,
 )
 
-_T = TypeVar("_T", Manifest, RunRecord)
+_T = TypeVar("_T", Manifest, RunRecord, Timestamp)
+
+MAX_TIMESTAMP_BYTES = 4096
+"""A name of 128 characters, a digest and a signature take less than 600."""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -58,20 +66,36 @@ def decode_manifest(data: bytes, *, run_id: str, version: int) -> Manifest:
 
 def encode_run_record(record: RunRecord) -> bytes:
     """Canonical JSON of a run record."""
-    return _encode(record, "run.json")
+    return _encode(record, RUN_KEY)
 
 
 def decode_run_record(data: bytes, *, run_id: str | None = None) -> RunRecord:
     """Read `run.json`; with `run_id`, refuse the record of another run."""
-    record = _decode(data, RunRecord, "run.json")
+    record = _decode(data, RunRecord, RUN_KEY)
     if run_id is not None and record.run_id != run_id:
-        raise _other_run("run.json", record.run_id, run_id)
+        raise _other_run(RUN_KEY, record.run_id, run_id)
     return record
 
 
+def encode_timestamp(timestamp: Timestamp) -> bytes:
+    """Canonical JSON of a timestamp."""
+    return _encode(timestamp, TIMESTAMP_KEY)
+
+
+def decode_timestamp(data: bytes, *, run_id: str) -> Timestamp:
+    """Read `timestamp.json` of the run `run_id`; its signature is the caller's to check."""
+    timestamp = _decode(data, Timestamp, TIMESTAMP_KEY)
+    if timestamp.run_id != run_id:
+        raise _other_run(TIMESTAMP_KEY, timestamp.run_id, run_id)
+    return timestamp
+
+
 def check_manifest(manifest: Manifest) -> None:
-    """Rules 5 to 8 of this module: what one manifest can show about itself."""
+    """Rules 5 to 9 of this module: what one manifest can show about itself."""
     _check_anchor(manifest)
+    origin = manifest.origin
+    if origin is not UNSET and (manifest.version != 0 or origin.run_id == manifest.run_id):
+        raise _broken(manifest, "names an origin, which only the first version of a fork has")
     bases = [delta.base for delta in manifest.deltas]
     if len(set(bases)) != len(bases):
         raise _broken(manifest, "names two deltas from one base")
@@ -113,7 +137,7 @@ def _check_counts(manifest: Manifest) -> None:
         raise _broken(manifest, "counts elements but no tensor")
 
 
-def _encode(value: Manifest | RunRecord, key: str) -> bytes:
+def _encode(value: Manifest | RunRecord | Timestamp, key: str) -> bytes:
     data = msgspec.json.encode(value, order="deterministic")
     if len(data) > MAX_MANIFEST_BYTES:
         raise _too_long(key, len(data))

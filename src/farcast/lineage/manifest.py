@@ -8,6 +8,7 @@ match its key, and counts beyond the bounds below.
 Keys, all below the store's prefix (one prefix holds one run):
 
     run.json                         RunRecord, put once
+    timestamp.json                   Timestamp, rewritten by a publisher that signs
     versions/000000000012.json       Manifest of version 12, put once
     objects/<blake3 hex>             delta containers and assets, put once
     trajectories/<worker>/<seq>      batches of trajectories, put once
@@ -19,6 +20,7 @@ import re
 from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from farcast.types import MAX_VERSION, Digest, Name, VersionRef
 
@@ -36,6 +38,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """JSON has integers of any length; what does not fit in 64 bits is no count."""
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+
+
+Signature = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{128}$")]
+"""Ed25519, as lower-case hex digits; what it covers stands in `farcast.lineage.signing`."""
+
+UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,6 +90,11 @@ class Manifest(_Wire, frozen=True, kw_only=True):
     deltas: Annotated[tuple[Delta, ...], msgspec.Meta(max_length=64)] = ()
     writer: Name
     """Who wrote it: one id per publisher process, so that a writer knows its own write."""
+    origin: VersionRef | UnsetType = UNSET
+    """In the first version of a fork: the version of another run that it began as."""
+    issued: UnixSeconds | UnsetType = UNSET
+    """When it was signed, by the publisher's clock."""
+    signature: Signature | UnsetType = UNSET
 
     @property
     def ref(self) -> VersionRef:
@@ -107,9 +120,25 @@ class RunRecord(_Wire, frozen=True, kw_only=True):
     created: str
     assets: Annotated[dict[Name, ObjectRef], msgspec.Meta(max_length=64)] = {}
     settings: Annotated[str, msgspec.Meta(max_length=1 << 18)] = ""
+    signature: Signature | UnsetType = UNSET
+
+
+class Timestamp(_Wire, frozen=True, kw_only=True):
+    """A publisher's signed word that, when it was `issued`, `version` was the newest. Who sees it
+    after `expires` cannot know whether the store holds something back. Both by the publisher's
+    clock; rewritten long before it runs out."""
+
+    format: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    run_id: Name
+    version: Version
+    root: Digest
+    issued: UnixSeconds
+    expires: UnixSeconds
+    signature: Signature | UnsetType = UNSET
 
 
 RUN_KEY = "run.json"
+TIMESTAMP_KEY = "timestamp.json"
 VERSIONS_PREFIX = "versions/"
 OBJECTS_PREFIX = "objects/"
 _VERSION_KEY = re.compile(r"versions/(\d{12})\.json")

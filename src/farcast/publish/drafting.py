@@ -1,17 +1,26 @@
 """From a base and a target to a manifest whose objects are durable: everything of a version
 but its commit. Refuses to make anything visible."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from farcast.delta import TensorBits, root_of
-from farcast.lineage import Delta, Manifest, ObjectRef, is_anchor_due, squash_spans
+from farcast.errors import ConfigError, FarcastError
+from farcast.lineage import Delta, Manifest, ObjectRef, Signer, is_anchor_due, squash_spans
 from farcast.publish.history import History, Reverse, Undo, squash_parts
 from farcast.publish.parts import Tally, anchor_parts, delta_parts
 from farcast.store.archive import Archive
 from farcast.store.rebuilding import Weights
-from farcast.types import TensorEntry
+from farcast.types import TensorEntry, VersionRef
+
+_LOG = logging.getLogger(__name__)
+
+PLACES_TRIED = 8
+"""Numbers in a row that damaged manifests may hold before the store is at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +32,6 @@ class Base:
 
     newest: Manifest | None
     weights: Weights | None
-
-    @property
-    def version(self) -> int:
-        return -1 if self.newest is None else self.newest.version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,33 @@ class Drafting:
     squash: int | None
     part_bytes: int
     repeats: bool
+    fork_of: VersionRef | None = None
+    signer: Signer | None = None
+    given_up: list[int] = field(default_factory=list)
+    """Numbers that the version being published could not have; empty again once it has one."""
+
+    def gives_up(self, manifest: Manifest, error: FarcastError) -> bool:
+        """Whether to publish one further, since a manifest that nobody can use holds the place
+        of this one. Raised instead where that goes on and on: then the store is at fault."""
+        version = manifest.version
+        if version not in self.archive.damaged or len(self.given_up) >= PLACES_TRIED:
+            return False
+        self.given_up.append(version)
+        _LOG.warning("Version %d is left behind: %s", version, error)
+        return True
+
+    def finished(self, manifest: Manifest) -> Manifest:
+        """A manifest as it is committed: with its origin if it begins a fork, and signed."""
+        if self.fork_of is not None and manifest.version == 0:
+            if manifest.root != self.fork_of.root:
+                raise ConfigError(
+                    f"The first version of a fork must be what {self.fork_of} holds; publish "
+                    "that content first, or start a run that is no fork."
+                )
+            manifest = replace(manifest, origin=self.fork_of)
+        if self.signer is None:
+            return manifest
+        return self.signer.sign(replace(manifest, issued=int(time.time())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +102,7 @@ def draft_version(
         if same and how.repeats:
             return _draft(base.newest, changes, started, repeated=True)
         changes.put_squashed()
-    version = base.version + 1
+    version = changes.version
     before = None if base.newest is None else base.newest.anchor_version
     anchor: tuple[ObjectRef, ...] | None = None
     if not changes.deltas or is_anchor_due(version, before, how.anchor_every):
@@ -90,7 +122,7 @@ def draft_version(
         deltas=tuple(changes.deltas),
         writer=how.writer,
     )
-    return _draft(manifest, changes, started, repeated=False)
+    return _draft(how.finished(manifest), changes, started, repeated=False)
 
 
 class _Changes:
@@ -105,7 +137,7 @@ class _Changes:
         tally: Tally,
     ) -> None:
         self._how = how
-        self._version = base.version + 1
+        self.version = how.archive.next_version(base.newest)
         self._history = history
         self._target = target
         self.tally = tally
@@ -128,7 +160,7 @@ class _Changes:
 
     def put_squashed(self) -> None:
         """Put the changes from further back that are due and whose way back is known."""
-        for span in squash_spans(self._version, self._how.squash):
+        for span in squash_spans(self.version, self._how.squash):
             shorter = self.undo[-1] if self.undo else None
             if self._how.squash is None or shorter is None:
                 return
@@ -139,7 +171,7 @@ class _Changes:
             parts = squash_parts(
                 back, self._target, self.tally, reverse, part_bytes=self._how.part_bytes
             )
-            self._add(self._version - span, back.root, parts, reverse)
+            self._add(self.version - span, back.root, parts, reverse)
 
     def put_anchor(self) -> tuple[ObjectRef, ...]:
         """Put the full copy; it tells entries and changes only where there is no delta to."""
@@ -153,7 +185,7 @@ class _Changes:
     def _add(self, base: int, root: str, parts: Iterator[bytes], reverse: Reverse) -> None:
         objects = self._how.archive.put_objects(parts)
         self.deltas.append(Delta(base=base, base_root=root, objects=objects))
-        undo = Undo(base=base, base_root=root, version=self._version, parts=tuple(reverse.parts))
+        undo = Undo(base=base, base_root=root, version=self.version, parts=tuple(reverse.parts))
         if self._how.squash is not None and undo.worth_keeping(self.bytes_full):
             self.undo.append(undo)
         self.tally.seconds += reverse.seconds

@@ -11,7 +11,8 @@ The rules:
     run would tear it apart, and only one of them can win.
  5. Publishing exactly what the newest version holds, for the same step, changes nothing: a
     trainer that comes back may repeat its last step. `repeats=False` gives it the next number.
- 6. What is given is never written into, and may be overwritten as soon as a call returns.
+ 6. A place taken by a manifest that nobody can use is left behind: the version goes one further.
+ 7. What is given is never written into, and may be overwritten as soon as a call returns.
 
 With `comms`, every rank of a sharded model publishes its own shards; see `sharded`. Refuses to
 gather shards, to derive served tensors from master weights, and to retry.
@@ -37,7 +38,14 @@ from farcast.errors import (
     UnknownVersionError,
     VersionConflictError,
 )
-from farcast.lineage import Manifest, check_anchor_every, check_squash, encode_manifest
+from farcast.lineage import (
+    Manifest,
+    Signer,
+    TrustedKey,
+    check_anchor_every,
+    check_squash,
+    encode_manifest,
+)
 from farcast.publish.comms import Comms
 from farcast.publish.drafting import Base, Draft, Drafting, draft_version
 from farcast.publish.history import History
@@ -48,7 +56,8 @@ from farcast.publish.poison import check_poison
 from farcast.publish.reports import PublishReport, PublishTotals
 from farcast.publish.sharded import Holding, ShardedVersions
 from farcast.publish.snapshot import Bits, Snapshots, copied, on_device, views
-from farcast.store.archive import Archive
+from farcast.publish.timestamps import VALID_SECONDS, Timestamps
+from farcast.store.archive import UNUSABLE, Archive
 from farcast.store.base import Store
 from farcast.store.collecting import GRACE, Garbage, collect_garbage
 from farcast.store.rebuilding import Weights
@@ -76,6 +85,13 @@ class Publisher:
     With `comms` every rank has a publisher and calls `publish` in step, with the shards it holds
     (DTensors, sharded by rows) and with plain tensors: nothing is gathered, one manifest commits
     all, and an error on one rank is an error on all. See docs/decisions/sharded.md.
+
+    With `signer` manifests are signed, and a signed timestamp says for `timestamp_seconds` what is
+    newest (None: none is written); only what `trusted_key` signed is continued (None: the
+    signer's own key). Every rank needs both. See docs/trust.md.
+
+    `fork_of` begins a run as another run's version: the first version must have its root, and
+    names it as its origin.
     """
 
     def __init__(
@@ -92,6 +108,10 @@ class Publisher:
         part_bytes: int = PART_BYTES,
         workers: int = 4,
         comms: Comms | None = None,
+        signer: Signer | None = None,
+        trusted_key: TrustedKey | None = None,
+        timestamp_seconds: float | None = VALID_SECONDS,
+        fork_of: VersionRef | None = None,
     ) -> None:
         check_anchor_every(anchor_every)
         check_squash(squash)
@@ -100,7 +120,11 @@ class Publisher:
         writer = f"publisher-{secrets.token_hex(6)}" if writer is None else writer
         for what, name in (("run", run_id), ("format", served_format), ("writer", writer)):
             _check_name(what, name)
-        self._archive = Archive(store, run_id, workers=workers)
+        if trusted_key is None and signer is not None:
+            trusted_key = signer.public
+        if fork_of is not None and fork_of.run_id == run_id:
+            raise ConfigError(f"{run_id!r} can't be a fork of itself; give the new run another id.")
+        self._archive = Archive(store, run_id, workers=workers, trusted=trusted_key)
         self._how = Drafting(
             archive=self._archive,
             writer=writer,
@@ -109,6 +133,14 @@ class Publisher:
             squash=squash,
             part_bytes=part_bytes,
             repeats=repeats,
+            fork_of=fork_of,
+            signer=signer,
+        )
+        leads = comms is None or comms.rank == 0
+        self._timestamps = (
+            Timestamps(store, signer, valid_seconds=timestamp_seconds)
+            if signer is not None and timestamp_seconds is not None and leads
+            else None
         )
         self._reanchor = reanchor
         self._turn = threading.Lock()
@@ -125,6 +157,7 @@ class Publisher:
             None if comms is None else ShardedVersions(self._how, comms, reanchor=reanchor)
         )
         self._base: Base | None = self._loaded() if comms is None else None
+        self._announce()
 
     @property
     def newest(self) -> VersionRef | None:
@@ -237,6 +270,8 @@ class Publisher:
         with self._turn:
             self._closed = True
         self._pool.shutdown()
+        if self._timestamps is not None:
+            self._timestamps.close()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -287,7 +322,7 @@ class Publisher:
         )
 
     def _committed(self, manifest: Manifest) -> bool:
-        """Commit, or find that an earlier commit of this publisher holds the place."""
+        """Commit, or find that an earlier commit of this publisher holds the place, or damage."""
         # Every object that the manifest names is durable by now: put_objects has returned.
         self._doubtful.append(manifest)
         try:
@@ -295,9 +330,14 @@ class Publisher:
         except VersionConflictError as error:
             if self._archive.manifest(manifest.version) in self._doubtful:
                 return False
-            self._fenced = str(error)
+            self._fence(str(error))
             raise
+        except UNUSABLE as error:
+            if not self._how.gives_up(manifest, error):
+                raise
+            return False
         self._doubtful.clear()
+        self._how.given_up.clear()
         return True
 
     def _advance(self, base: Base, draft: Draft, target: Bits, *, owned: bool) -> None:
@@ -354,7 +394,12 @@ class Publisher:
         step: int,
         allow_poison: bool,
     ) -> PublishReport:
-        landed, spare = sharded.publish(take, step, allow_poison=allow_poison)
+        try:
+            landed, spare = sharded.publish(take, step, allow_poison=allow_poison)
+        except VersionConflictError:
+            if self._timestamps is not None:
+                self._timestamps.stop()
+            raise
         self._snapshots.give_back(spare)
         return _report(
             landed.manifest,
@@ -394,8 +439,8 @@ class Publisher:
         self._history.clear()
         base = self._loaded(have)
         if base.newest is not None and base.newest.writer != self._how.writer:
-            self._fenced = (
-                f"version {base.version} was published by {base.newest.writer!r}; "
+            self._fence(
+                f"version {base.newest.version} was published by {base.newest.writer!r}; "
                 "let one trainer publish to a run."
             )
             self._check_fence()
@@ -410,6 +455,17 @@ class Publisher:
         if step < 0:
             raise ConfigError(f"step is {step}; it counts optimizer steps from 0.")
 
+    def _fence(self, why: str) -> None:
+        """Somebody else publishes to the run: never publish or vouch for a version again."""
+        self._fenced = why
+        if self._timestamps is not None:
+            self._timestamps.stop()
+
+    def _announce(self) -> None:
+        newest = self._newest
+        if self._timestamps is not None and newest is not None:
+            self._timestamps.announce(newest.ref)
+
     def _check_fence(self) -> None:
         if self._fenced is not None:
             raise VersionConflictError(f"This publisher was superseded: {self._fenced}")
@@ -417,6 +473,7 @@ class Publisher:
     def _record(self, report: PublishReport, *, waited: float) -> PublishReport:
         self._last = replace(report, waited_seconds=waited)
         self._totals = self._totals.plus(self._last)
+        self._announce()
         return self._last
 
 

@@ -44,6 +44,7 @@ from farcast.publish.parts import Tally, encode_part
 from farcast.publish.pieces import Assignment, Layout, assign, layout_digest
 from farcast.publish.poison import check_poison
 from farcast.publish.snapshot import Bits
+from farcast.store.archive import UNUSABLE
 from farcast.types import Digest, TensorEntry
 
 Entries = dict[str, TensorEntry]
@@ -385,7 +386,7 @@ class ShardedVersions:
         entries = {name: entry for owner in told for name, entry in owner.entries.items()}
         objects = _in_order([owner.objects for owner in told])
         newest, baseline = self.newest, self._baseline
-        version = 0 if newest is None else newest.version + 1
+        version = self._how.archive.next_version(newest)
         base = newest if baseline is not None and baseline.root else None
         return Manifest(
             run_id=self._how.archive.run_id,
@@ -407,6 +408,7 @@ class ShardedVersions:
 
     def _commit(self, manifest: Manifest) -> bytes:
         """Make the version visible, or find an earlier attempt of this publisher in its place."""
+        manifest = self._how.finished(manifest)
         # Every object that the manifest names is durable: each owner's put has returned.
         self._doubtful.append(manifest)
         try:
@@ -415,7 +417,12 @@ class ShardedVersions:
             if self._how.archive.manifest(manifest.version) in self._doubtful:
                 return msgspec.msgpack.encode(_Decision("taken"))
             raise
+        except UNUSABLE as error:
+            if not self._how.gives_up(manifest, error):
+                raise
+            return msgspec.msgpack.encode(_Decision("taken"))
         self._doubtful.clear()
+        self._how.given_up.clear()
         return msgspec.msgpack.encode(_Decision("committed", encode_manifest(manifest)))
 
 

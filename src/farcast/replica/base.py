@@ -141,6 +141,13 @@ class Target(abc.ABC):
         self._ref: VersionRef | None = None
         self._entries: Mapping[str, TensorEntry] = {}
         self._uncertain: str | None = None
+        self._newest: VersionRef | None = None
+
+    @property
+    def newest(self) -> VersionRef | None:
+        """The newest version ever held, verified; kept for as long as the target keeps what it
+        holds. A store that shows only older ones shows an old state."""
+        return self._newest
 
     @property
     def ref(self) -> VersionRef | None:
@@ -252,6 +259,7 @@ class Target(abc.ABC):
 
     def _settle_on(self, ref: VersionRef, entries: Mapping[str, TensorEntry]) -> None:
         self._ref, self._entries = ref, dict(entries)
+        self._newest = later(self._newest, ref)
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -316,6 +324,11 @@ class Target(abc.ABC):
                 f"The target holds {self.ref or 'no known version'}, not {goal.base or 'nothing'} "
                 "that this draft starts from; stage it again."
             )
+
+
+def later(one: VersionRef | None, other: VersionRef) -> VersionRef:
+    """The newer of two versions of one run; of two under one number, the other."""
+    return one if one is not None and one.version > other.version else other
 
 
 def _listed(names: Collection[str], most: int = 5) -> str:

@@ -77,6 +77,15 @@ class CheckpointDirectory(Target):
             return self._ref
 
     @property
+    def newest(self) -> VersionRef | None:
+        with self._lock:
+            if self._newest is None:
+                with files.translated(self._folder):
+                    state = self._work.read_state()
+                self._newest = None if state is None else state.newest or state.current
+            return self._newest
+
+    @property
     def run_id(self) -> str | None:
         with files.translated(self._folder):
             state = self._work.read_state()
@@ -119,6 +128,7 @@ class CheckpointDirectory(Target):
                 self._work,
                 groups=grouped(goal.entries, layout, self._max_shard_bytes),
                 rehash=self._check == "all",
+                newest=self.newest,
             )
 
     def _settle_on(self, ref: VersionRef, entries: Mapping[str, TensorEntry]) -> None:
@@ -140,13 +150,16 @@ class CheckpointDirectory(Target):
             }
             interrupted = self._work.interrupted()
         self._layout, self._scanned = layout, scanned
+        if state is not None:
+            self._newest = self._newest or state.newest or state.current
         claims = () if state is None else (state.pending, state.current)
         root = root_of(scanned) if scanned else None
         claim = next((ref for ref in claims if ref is not None and ref.root == root), None)
         if claim is not None:
             super()._settle_on(claim, scanned)
         if interrupted:
-            self._recover(layout, None if state is None else replace(state, current=claim))
+            told = None if state is None else replace(state, current=claim, newest=self._newest)
+            self._recover(layout, told)
 
     def _recover(self, layout: Layout, state: State | None) -> None:
         """Remove what a dead process left; leave it if the process lives or nothing may be

@@ -12,7 +12,7 @@ from pathlib import Path
 from farcast.delta import TensorBits, entry_of
 from farcast.errors import IntegrityError, TargetChangedError, TargetError
 from farcast.replica import files
-from farcast.replica.base import Draft, Goal
+from farcast.replica.base import Draft, Goal, later
 from farcast.replica.layout import (
     INDEX,
     SINGLE,
@@ -23,7 +23,7 @@ from farcast.replica.layout import (
 )
 from farcast.replica.shards import DEFAULT_METADATA, Shard, Span, plan_shard, read_shard
 from farcast.replica.workplace import State, Workplace
-from farcast.types import TensorEntry
+from farcast.types import TensorEntry, VersionRef
 
 
 @dataclass(kw_only=True)
@@ -50,11 +50,13 @@ class DirectoryDraft(Draft):
         *,
         groups: Mapping[str, list[str]],
         rehash: bool,
+        newest: VersionRef | None,
     ) -> None:
         super().__init__(goal, awaited=sorted(goal.changed))
         self._layout = layout
         self._work = work
         self._rehash = rehash
+        self._newest = newest
         single = layout.is_single or (layout.pointer is None and len(groups) == 1)
         self._pointer = layout.folder / (SINGLE if single else INDEX)
         self._kept = {} if single else {g: n for g, n in groups.items() if self._stays(g, n)}
@@ -227,6 +229,7 @@ class DirectoryDraft(Draft):
             run_id=self.goal.ref.run_id,
             current=self.goal.ref if done else base,
             pending=None if done else self.goal.ref,
+            newest=later(self._newest, self.goal.ref) if done else self._newest,
             obsolete=() if done else tuple(sorted(gone)),
         )
 

@@ -12,7 +12,11 @@ The archive verifies what it reads and the target what it writes; this decides w
     stops claiming it, and the next plan starts from an anchor.
  5. A damaged object is planned around: another delta or an anchor leads past it, or will once
     one is published.
- 6. Damage with no way around, a target that does not fit, an uncertain target: raise. Nothing
+ 6. A damaged or forged manifest is passed over if a later one can be reached without it. While
+    there is nothing better to go to, what is wrong with it is raised.
+ 7. With a pinned key, what that key did not sign is never used, and an old state of the run is
+    not taken for the newest (`farcast.replica.freshness`).
+ 8. Damage with no way around, a target that does not fit, an uncertain target: raise. Nothing
     was changed.
 
 Example: the replica holds 7. Version 9 is newest. `plan()` shows 7 -> 8 -> 9 as two deltas,
@@ -37,11 +41,12 @@ from farcast.errors import (
     TargetChangedError,
     UnknownVersionError,
 )
-from farcast.lineage import Manifest, ObjectRef, Plan
+from farcast.lineage import Manifest, ObjectRef, Plan, TrustedKey
 from farcast.lineage import plan as plan_path
 from farcast.replica.base import Draft, Goal, Target
+from farcast.replica.freshness import Freshness, OnExpiry
 from farcast.store import Store
-from farcast.store.archive import Archive
+from farcast.store.archive import UNUSABLE, Archive
 from farcast.store.rebuilding import Chain
 from farcast.types import TensorEntry, VersionRef
 
@@ -108,6 +113,10 @@ class Subscriber:
     """Follows `run_id` in `store` with one target. One thread stages; any thread may commit.
 
     `on_progress` is called from the staging thread. `workers` bounds requests in flight.
+
+    With `trusted_key` only versions that this key signed are taken, and a store that holds
+    versions back is found out once the publisher's last timestamp has run out: nothing is taken
+    any more (`on_expiry="warn"`: a warning is logged and kept in `warning`).
     """
 
     def __init__(
@@ -118,8 +127,12 @@ class Subscriber:
         *,
         on_progress: OnProgress | None = None,
         workers: int = 4,
+        trusted_key: TrustedKey | None = None,
+        on_expiry: OnExpiry = "refuse",
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._archive = Archive(store, run_id, workers=workers)
+        self._archive = Archive(store, run_id, workers=workers, trusted=trusted_key)
+        self._freshness = Freshness(self._archive, on_expiry=on_expiry, clock=clock)
         self._target = target
         self._on_progress = on_progress
         self._quiet_polls = 0
@@ -138,6 +151,11 @@ class Subscriber:
     def ref(self) -> VersionRef | None:
         """The verified version that the target holds."""
         return self._target.ref
+
+    @property
+    def warning(self) -> str | None:
+        """Why the store may be showing an old state of the run; None while it is known not to."""
+        return self._freshness.warning
 
     @property
     def last(self) -> SyncStats:
@@ -169,6 +187,7 @@ class Subscriber:
                     break
                 raise
             if plan is None or not plan.steps:
+                self._raise_damage_ahead(to, plan)
                 return None
             try:
                 return self._stage(plan)
@@ -214,6 +233,8 @@ class Subscriber:
         """None while the run has no version."""
         self._check_run()
         want = self._newest() if to is None else self._named(to)
+        if to is None:
+            want = self._freshness.check(want, self._target.newest)
         if want is None:
             return None
         have = self._target.ref or self._target.recognise(lambda: self._roots(want))
@@ -224,7 +245,20 @@ class Subscriber:
             return Plan(have=have, want=have, steps=(), bytes_full=size)
         if not gone and not damaged:
             return self._archive.plan(have, want.ref)
-        return plan_path(have, want.ref, _Without(self._archive, gone, damaged))
+        try:
+            return plan_path(have, want.ref, _Without(self._archive, gone, damaged))
+        except UnknownVersionError:
+            damage = self._archive.damage_between(have, want.ref)
+            if damage is not None and not damaged:
+                raise damage from None
+            raise
+
+    def _raise_damage_ahead(self, to: VersionRef | int | None, plan: Plan | None) -> None:
+        """There is nothing newer to go to: say so if that is because it cannot be used."""
+        held = -1 if plan is None else plan.want.version
+        ahead = [v for v in self._archive.damaged if v > held]
+        if to is None and ahead:
+            raise self._archive.damaged[max(ahead)]
 
     def _check_run(self) -> None:
         owner = self._target.run_id
@@ -387,7 +421,7 @@ class _Without(Mapping[int, Manifest]):
             raise KeyError(version)
         try:
             manifest = self._archive.manifest(version)
-        except UnknownVersionError:
+        except (UnknownVersionError, *UNUSABLE):  # the archive has noted what is wrong
             raise KeyError(version) from None
         return altered(
             manifest,

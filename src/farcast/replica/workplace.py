@@ -25,12 +25,14 @@ MAX_STATE_BYTES = 1 << 24
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`pending` is set from just before a switch to just after it. `obsolete` are files that
-    the switch leaves without use; they are removed if the pointer names none of them."""
+    the switch leaves without use; they are removed if the pointer names none of them. `newest`
+    is the newest version that the folder ever held."""
 
     format: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     run_id: Name
     current: VersionRef | None = None
     pending: VersionRef | None = None
+    newest: VersionRef | None = None
     obsolete: tuple[str, ...] = ()
 
 

@@ -10,16 +10,20 @@ Shared by the publisher, the replicas and `farcast verify`. The rules it keeps:
     broken upload would stay broken for as long as its content is published.
  3. Bytes from the store are used only after size and digest were checked. No more is read than
     the reference says.
- 4. A manifest is checked against its key and its run, then kept: it can't change any more.
+ 4. A manifest is checked against its key, its run and the pinned key, then kept: it can't change
+    any more.
  5. `newest` never goes back. The first answer needs one list; after that the next version is
     asked for by its key.
- 6. `restore` returns weights whose root was recomputed, or raises.
+ 6. A manifest that cannot be used is passed over as if it were gone, and named in `damaged`. Its
+    number stays taken: who publishes goes one further.
+ 7. `restore` returns weights whose root was recomputed, or raises.
 
 Refuses to decide what to do about an error, to delete anything, and to retry what the store
 already retries.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -28,6 +32,8 @@ from msgspec.structs import replace
 
 from farcast.delta import Patch, TensorBits
 from farcast.errors import (
+    FarcastError,
+    FormatError,
     IntegrityError,
     LimitError,
     ObjectExistsError,
@@ -40,15 +46,20 @@ from farcast.errors import (
 from farcast.lineage import (
     MAX_MANIFEST_BYTES,
     MAX_OBJECT_BYTES,
+    MAX_TIMESTAMP_BYTES,
     RUN_KEY,
+    TIMESTAMP_KEY,
     VERSIONS_PREFIX,
     Manifest,
     ObjectRef,
     Plan,
     PlanStep,
     RunRecord,
+    Timestamp,
+    TrustedKey,
     decode_manifest,
     decode_run_record,
+    decode_timestamp,
     encode_manifest,
     encode_run_record,
     object_key,
@@ -82,20 +93,37 @@ MAX_SHORT_STEPS = 16
 
 MANIFESTS_KEPT = 8192
 
+LOOKED_BACK = 64
+"""Versions tried, from the last one listed, until a manifest can be used."""
+
+UNUSABLE = (FormatError, IntegrityError, RunMismatchError)
+"""What a damaged, forged, unsigned or misplaced manifest raises."""
+
 
 class Archive:
     """The run `run_id` in `store`. Safe to use from several threads.
 
-    `workers` bounds the requests in flight, and so the objects in memory, of one call.
+    `workers` bounds the requests in flight, and so the objects in memory, of one call. With
+    `trusted`, manifests and the run's record are used only if that key signed them, and through
+    the digests that they name so is everything else.
     """
 
-    def __init__(self, store: Store, run_id: str, *, workers: int = 4) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        workers: int = 4,
+        trusted: TrustedKey | None = None,
+    ) -> None:
         self._store = store
         self._run_id = run_id
         self._workers = workers
+        self._trusted = trusted
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
         self._newest: Manifest | None = None
+        self._damaged: dict[int, FarcastError] = {}
 
     @property
     def store(self) -> Store:
@@ -104,6 +132,17 @@ class Archive:
     @property
     def run_id(self) -> str:
         return self._run_id
+
+    @property
+    def trusted(self) -> TrustedKey | None:
+        """The pinned key; None if signatures are not asked for."""
+        return self._trusted
+
+    @property
+    def damaged(self) -> dict[int, FarcastError]:
+        """Versions whose manifests could not be used when they were last read, and why."""
+        with self._lock:
+            return dict(self._damaged)
 
     def __repr__(self) -> str:
         return f"Archive({self._store.url!r}, {self._run_id!r})"
@@ -114,7 +153,7 @@ class Archive:
         """Start the run, or find it started alike; returns the record the store holds.
 
         Raises `RunMismatchError` when the store holds another run, or this one with other
-        assets or settings (`created` may differ).
+        assets or settings (`created` and the signature may differ).
         """
         if record.run_id != self._run_id:
             raise RunMismatchError(
@@ -122,8 +161,8 @@ class Archive:
                 "use one name."
             )
         found = self._create(RUN_KEY, encode_run_record(record), max_bytes=MAX_MANIFEST_BYTES)
-        held = decode_run_record(found, run_id=self._run_id)
-        if replace(held, created=record.created) != record:
+        held = self._trusted_record(found)
+        if replace(held, created=record.created, signature=record.signature) != record:
             raise RunMismatchError(
                 f"{self._store.url} holds the run {self._run_id!r} with other assets or settings; "
                 "resume it as it was started, or use another store prefix or run id."
@@ -132,13 +171,23 @@ class Archive:
 
     def open_run(self) -> RunRecord:
         """The run's record. Raises `ObjectNotFoundError` when no run was started here."""
-        data = self._store.get(RUN_KEY, max_bytes=MAX_MANIFEST_BYTES)
-        return decode_run_record(data, run_id=self._run_id)
+        return self._trusted_record(self._store.get(RUN_KEY, max_bytes=MAX_MANIFEST_BYTES))
+
+    def timestamp(self) -> Timestamp | None:
+        """A signed word on what is newest; None where no publisher says one."""
+        try:
+            data = self._store.get(TIMESTAMP_KEY, max_bytes=MAX_TIMESTAMP_BYTES)
+        except ObjectNotFoundError:
+            return None
+        timestamp = decode_timestamp(data, run_id=self._run_id)
+        if self._trusted is not None:
+            self._trusted.check(timestamp, TIMESTAMP_KEY)
+        return timestamp
 
     # --- versions ----------------------------------------------------------------------------
 
     def newest(self, *, relist: bool = False) -> Manifest | None:
-        """The newest version, None before the first.
+        """The newest version whose manifest can be used, None before the first.
 
         `relist` looks past a gap: for a reader so late that the version after the one it knows
         was already removed.
@@ -156,8 +205,23 @@ class Archive:
         return kept if kept is not None else self._read_manifest(version)
 
     def plan(self, have: VersionRef | None, want: VersionRef) -> Plan:
-        """The cheapest path, reading the manifests that it needs."""
-        return plan(have, want, self._lineage(have, want))
+        """The cheapest path, reading the manifests that it needs. Where damaged ones leave no
+        path, their damage is raised."""
+        try:
+            return plan(have, want, self._lineage(have, want))
+        except UnknownVersionError:
+            damage = self.damage_between(have, want)
+            if damage is not None:
+                raise damage from None
+            raise
+
+    def damage_between(self, have: VersionRef | None, want: VersionRef) -> FarcastError | None:
+        """What keeps a path from leading through the newest damaged version before `want`."""
+        first = -1 if have is None else have.version
+        damaged = self.damaged
+        return next(
+            (damaged[v] for v in sorted(damaged, reverse=True) if first < v <= want.version), None
+        )
 
     def manifests_for(self, have: VersionRef | None, want: VersionRef) -> dict[int, Manifest]:
         """The manifests that `plan(have, want, ...)` looks at, by version."""
@@ -178,15 +242,23 @@ class Archive:
             )
         data = encode_manifest(manifest)
         key = version_key(manifest.version)
-        found = self._create(key, data, max_bytes=MAX_MANIFEST_BYTES)
+        found = self._create_manifest(key, data, manifest.version)
         if found != data:
-            held = decode_manifest(found, run_id=self._run_id, version=manifest.version)
-            self._keep(held)
+            held = self._usable(found, manifest.version)
             raise VersionConflictError(
                 f"Version {manifest.version} of {self._run_id!r} was published by "
                 f"{held.writer!r}, not by {manifest.writer!r}; let one trainer publish to a run."
             )
         self._keep(manifest)
+
+    def next_version(self, newest: Manifest | None) -> int:
+        """The first number that nothing is known to hold, given the newest version that can be
+        used: a damaged manifest keeps its place."""
+        version = 0 if newest is None else newest.version + 1
+        with self._lock:
+            while version in self._damaged:
+                version += 1
+        return version
 
     # --- objects -----------------------------------------------------------------------------
 
@@ -292,49 +364,91 @@ class Archive:
             raise UnknownVersionError(f"There is no version {version}; versions begin at 0.")
         try:
             data = self._store.get(version_key(version), max_bytes=MAX_MANIFEST_BYTES)
+        except LimitError as error:
+            self._note_damage(version, error)
+            raise
         except ObjectNotFoundError:
+            self._forget_damage(version)
             raise UnknownVersionError(
                 f"{self._store.url} has no version {version} of {self._run_id!r}; "
                 "ask for one that `farcast inspect` shows."
             ) from None
-        manifest = decode_manifest(data, run_id=self._run_id, version=version)
+        return self._usable(data, version)
+
+    def _usable(self, data: bytes, version: int) -> Manifest:
+        """The manifest in `data`, checked and kept; what is wrong with it is noted and raised."""
+        try:
+            manifest = decode_manifest(data, run_id=self._run_id, version=version)
+            if self._trusted is not None:
+                self._trusted.check(manifest, version_key(version))
+        except UNUSABLE as error:
+            self._note_damage(version, error)
+            raise
         self._keep(manifest)
         return manifest
 
+    def _create_manifest(self, key: str, data: bytes, version: int) -> bytes:
+        try:
+            return self._create(key, data, max_bytes=MAX_MANIFEST_BYTES)
+        except LimitError as error:  # what is there is longer than any manifest
+            self._note_damage(version, error)
+            raise
+
+    def _trusted_record(self, data: bytes) -> RunRecord:
+        record = decode_run_record(data, run_id=self._run_id)
+        if self._trusted is not None:
+            self._trusted.check(record, RUN_KEY)
+        return record
+
+    def _note_damage(self, version: int, error: FarcastError) -> None:
+        with self._lock:
+            self._damaged[version] = error
+
+    def _forget_damage(self, version: int) -> None:
+        with self._lock:
+            self._damaged.pop(version, None)
+
     def _keep(self, manifest: Manifest) -> None:
         with self._lock:
+            self._damaged.pop(manifest.version, None)
             self._manifests[manifest.version] = manifest
             while len(self._manifests) > MANIFESTS_KEPT:
                 del self._manifests[next(iter(self._manifests))]
 
     def _listed(self, known: Manifest | None) -> Manifest | None:
-        """The last version that a list shows after `known`."""
+        """The last version that a list shows after `known` and whose manifest can be used. Raises
+        what is wrong with the last one if none is known and none can be used."""
         after = None if known is None else version_key(known.version)
-        last = None
-        for info in self._store.list(VERSIONS_PREFIX, start_after=after):
-            version = parse_version_key(info.key)
-            last = last if version is None else version
-        return known if last is None else self.manifest(last)
+        keys = (info.key for info in self._store.list(VERSIONS_PREFIX, start_after=after))
+        last = deque((v for v in map(parse_version_key, keys) if v is not None), maxlen=LOOKED_BACK)
+        damage: FarcastError | None = None
+        for version in reversed(last):
+            try:
+                return self.manifest(version)
+            except UnknownVersionError:  # removed since it was listed
+                continue
+            except UNUSABLE as error:
+                damage = damage or error
+        if known is None and damage is not None:
+            raise damage
+        return known
 
     def _probed(self, known: Manifest | None) -> Manifest | None:
         """The newest version found by asking for those after `known`, which is remembered."""
-        for _ in range(PROBES):
-            following = self._following(known)
-            if following is None:
+        last = -1 if known is None else known.version
+        for version in range(last + 1, last + 1 + PROBES):
+            try:
+                known = self.manifest(version)
+            except UnknownVersionError:
                 break
-            known = following
+            except UNUSABLE:  # noted; the one after may be right
+                continue
         else:
             known = self._listed(known)
         with self._lock:
             if known is not None and (self._newest is None or known.version > self._newest.version):
                 self._newest = known
             return self._newest
-
-    def _following(self, known: Manifest | None) -> Manifest | None:
-        try:
-            return self.manifest(0 if known is None else known.version + 1)
-        except UnknownVersionError:
-            return None
 
     def _lineage(self, have: VersionRef | None, want: VersionRef) -> Mapping[int, Manifest]:
         """The manifests to plan with: all that matter, or over a long way those along it."""
@@ -367,7 +481,7 @@ class Archive:
                     return None
                 try:
                     node = found[base] = self.manifest(base)
-                except UnknownVersionError:
+                except (UnknownVersionError, *UNUSABLE):
                     return None
         return found
 
@@ -393,7 +507,7 @@ class _Lineage(Mapping[int, Manifest]):
     def __getitem__(self, version: int) -> Manifest:
         try:
             return self._archive.manifest(version)
-        except UnknownVersionError:
+        except (UnknownVersionError, *UNUSABLE):  # the archive has noted what is wrong
             raise KeyError(version) from None
 
     def __iter__(self) -> Iterator[int]:
