@@ -3,7 +3,7 @@
 What each failure means, and what is done about it:
 
     nothing newer                        wait for the next poll
-    retryable (store away, overtaken)    nothing changed: wait longer each time, up to a bound
+    retryable (store away, overtaken)    nothing changed: wait longer each time (see `Pace`)
     bytes that do not verify             nothing changed: the same; the version may be mended
     target uncertain, or anything else   give up: replace the engine; `failure` says why
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from farcast.engines.pace import Pace
 from farcast.errors import (
     FarcastError,
     FormatError,
@@ -26,8 +27,6 @@ from farcast.replica import Staged, Subscriber
 from farcast.types import VersionRef
 
 _LOG = logging.getLogger(__name__)
-
-_LONGEST_WAIT_SECONDS = 30.0
 
 
 class Commit(NamedTuple):
@@ -73,7 +72,7 @@ class Follower:
             self._thread.join()
 
     def _run(self) -> None:
-        wait = self._poll_seconds
+        pace = Pace(self._poll_seconds)
         while not self._stop.is_set() and self.failure is None:
             try:
                 moved = self._advance()
@@ -82,7 +81,7 @@ class Follower:
                     self.failure = error
                     return
                 _LOG.warning("No newer version could be staged: %s", error)
-                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+                self._stop.wait(pace.after_failure())
             except Exception as error:  # noqa: BLE001 - serving on silently would hide a bug
                 self.failure = TargetUncertainError(
                     f"Following the run failed unexpectedly ({type(error).__name__}); "
@@ -91,10 +90,10 @@ class Follower:
                 self.failure.__cause__ = error
                 return
             else:
-                wait = self._poll_seconds
                 if moved:
-                    continue
-            self._stop.wait(wait)
+                    pace.moved()
+                else:
+                    self._stop.wait(pace.after_quiet())
 
     def _advance(self) -> bool:
         """One version further, if there is a newer one."""
