@@ -90,7 +90,7 @@ def reference(old: Words, new: Words, block_words: int, *scheme: int) -> list[de
             ranks[own] = np.arange(own.sum())
         at = np.flatnonzero(a != b)
         deltas = (b - a)[at].astype(np.uint64)
-        found.append(device.Found(classes[at].astype(np.uint8), ranks[at], deltas))
+        found.append(device.Found(classes[at].astype(np.uint8), ranks[at], deltas, at.size))
     return found
 
 
@@ -99,7 +99,9 @@ def by_class(found: device.Found, start: int) -> tuple[npt.NDArray[np.int64], de
     order = np.argsort(found.classes, kind="stable")
     numbers = np.bincount(found.classes, minlength=256)
     bounds = start + np.concatenate([[0], np.cumsum(numbers)])
-    return bounds.astype(np.int64), device.Found(*(column[order] for column in found))
+    return bounds.astype(np.int64), device.Found(
+        *(column[order] for column in found[:3]), order.size
+    )
 
 
 def tensor_of(words: Words, place: str) -> "torch.Tensor":
@@ -116,9 +118,10 @@ def check(old: Words, new: Words, block_words: int, scheme: tuple[int, ...], pla
     expected = reference(old, new, block_words, *scheme)
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        for column, wanted in zip(one, other, strict=True):
+        for column, wanted in zip(one[:3], other[:3], strict=True):
             assert column.dtype == wanted.dtype
             assert np.array_equal(column, wanted)
+        assert one[3:] == other[3:]
 
     bounds, parts, places, done = [], [], [], 0
     for block, changes in enumerate(found):
@@ -140,8 +143,11 @@ def check(old: Words, new: Words, block_words: int, scheme: tuple[int, ...], pla
     )
     assert together is not None
     assert torch.equal(together, torch.cat(places))
-    device.add_on_device(base, together, np.concatenate([part.deltas for part in parts]))
+    steps = device.steps_on_device(np.concatenate([part.deltas for part in parts]), base)
+    device.add_on_device(base, together, steps)
     assert torch.equal(base, target)
+    device.add_on_device(base, together, steps, back=True)
+    assert torch.equal(base, kept)
 
 
 @st.composite
@@ -246,7 +252,8 @@ def test_words_are_a_view_of_the_tensor(name: str) -> None:
     bits = to_bits(tensor)
     assert words.numpy().tobytes() == words_of(bits).tobytes()
     assert words.element_size() == words_of(bits).itemsize
-    device.add_on_device(words, torch.tensor([1]), np.array([2**64 - 1], np.uint64))
+    step = device.steps_on_device(np.array([2**64 - 1], np.uint64), words)
+    device.add_on_device(words, torch.tensor([1]), step)
     assert data[words.element_size()] == (words.element_size() - 1) % 256
     assert device.words_on_device(tensor[:0]).numel() == 0
     assert device.words_on_device(tensor[0, 0]).numel() == (2 if name == "C128" else 1)
@@ -282,7 +289,8 @@ def test_live_parameters_are_written_in_any_mode() -> None:
                     words, lo=0, hi=300, shift=0, mask=0, first=0, last=0,
                     bounds=bounds, ranks=np.array([0, 299], np.uint32),
                 )  # fmt: skip
-                device.add_on_device(words, places, np.array([1, 1], np.uint64))
+                steps = device.steps_on_device(np.array([1, 1], np.uint64), words)
+                device.add_on_device(words, places, steps)
                 assert words.sum() == 2 * count
     assert parameter.requires_grad
     assert (parameter * 2).sum().backward() is None
@@ -317,7 +325,7 @@ def test_only_changes_and_digests_go_to_the_host() -> None:
             base, **fields, bounds=bounds, ranks=np.concatenate([part.ranks for _, part in blocks])
         )
         deltas = np.concatenate([part.deltas for _, part in blocks])
-        device.add_on_device(base, places, deltas)
+        device.add_on_device(base, places, device.steps_on_device(deltas, base))
     assert applying.elements <= len(found)
     with Downloads() as hashing:
         digest = device.digest_on_device(base)

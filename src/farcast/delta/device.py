@@ -11,9 +11,8 @@ work goes to the current stream.
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,15 +35,21 @@ GATHERED = 1 << 22
 COUNTED = 1 << 22
 """Words that plain torch counts together; each costs some 40 bytes of temporaries."""
 
+HOST_GROUP = 64
+"""Words that the host's kernel looks at together: `farcast.delta.kernels.GROUP`."""
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Found(NamedTuple):
-    """The changed words of one block in ascending position."""
+    """The changed words of one block in ascending position. Of a `dense` block only the number
+    is told, as `find_on_device` explains."""
 
     classes: npt.NDArray[np.uint8]
     ranks: npt.NDArray[np.uint32]
     deltas: npt.NDArray[np.uint64]
+    changed: int
+    dense: bool = False
 
 
 class Scheme(NamedTuple):
@@ -100,9 +105,15 @@ def words_on_device(tensor: Tensor) -> Tensor:
 
 
 def find_on_device(
-    old: Tensor, new: Tensor, *, shift: int, mask: int, first: int, last: int, block_words: int
-) -> list[Found]:
-    """The changes between two tensors of words on one device, one `Found` a block."""
+    old: Tensor, new: Tensor, *, shift: int, mask: int, first: int, last: int, block_words: int,
+    dense_from: int | None = None,
+) -> list[Found]:  # fmt: skip
+    """The changes between two tensors of words on one device, one `Found` a block.
+
+    With `dense_from` a block of which more than one word in so many changed is dense: its changes
+    are counted and stay where they are. As on the host, whose kernel gives up between two groups
+    of words, a block whose last group tips the scales is not.
+    """
     if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
         raise FormatError("Two versions of a tensor differ in size, dtype or device.")
     scheme = Scheme.of(old, shift, mask, first, last)
@@ -110,7 +121,8 @@ def find_on_device(
     found: list[Found] = []
     with _current(old):
         for lo in range(0, old.numel(), step):
-            found += _find(old[lo : lo + step], new[lo : lo + step], scheme, block_words)
+            grid = Grid(old[lo : lo + step].numel(), block_words)
+            found += _find(old[lo : lo + step], new[lo : lo + step], grid, scheme, dense_from)
     return found
 
 
@@ -157,37 +169,112 @@ def locate_blocks_on_device(
         return torch.cat(places)
 
 
-def add_on_device(words: Tensor, places: Tensor, deltas: npt.NDArray[np.uint64]) -> None:
-    """`words[places] += deltas` modulo the width, in place; the places are distinct."""
+def steps_on_device(deltas: npt.NDArray[np.uint64], words: Tensor) -> Tensor:
+    """Differences where `words` lie and as wide as they are, for `add_on_device`."""
     width = words.element_size()
     signed = "u1" if width == 1 else f"i{width}"
-    narrow = deltas.astype(f"<u{width}").view(f"<{signed}")
-    # A tensor made in inference mode is written in that mode, any other outside of it, whatever
-    # the caller's mode.
-    with torch.inference_mode(words.is_inference()), _current(words):
-        change = torch.from_numpy(narrow).to(words.device)
-        words[places] = words[places] + change
+    return to_device(deltas.astype(f"<u{width}").view(f"<{signed}"), words.device)
 
 
-def _find(old: Tensor, new: Tensor, scheme: Scheme, block_words: int) -> list[Found]:
-    grid = Grid(old.numel(), block_words)
+def add_on_device(words: Tensor, places: Tensor, steps: Tensor, *, back: bool = False) -> None:
+    """`words[places] += steps` modulo the width, in place; `-=` on the way `back`. The places are
+    distinct."""
+    with _writing(words):
+        words[places] = words[places] - steps if back else words[places] + steps
+
+
+def codes_on_device(data: Tensor) -> Tensor:
+    """The 4-bit codes of bytes, each in a byte of its own, low half first."""
+    with _current(data):
+        return torch.stack([data & 15, data >> 4], dim=1).view(-1)
+
+
+def add_codes_on_device(data: Tensor, places: Tensor, steps: Tensor, *, back: bool = False) -> None:
+    """`add_on_device` for codes, two in each byte of `data`; `steps` are bytes."""
+    with _writing(data):
+        for half in (0, 1):  # two codes of one byte must not be written at once
+            own = (places & 1) == half
+            at, step = places[own] >> 1, steps[own]
+            code = data[at] >> (4 * half)
+            code = (code - step if back else code + step) & 15
+            data[at] = (data[at] & (0xF0 >> (4 * half))) | (code << (4 * half))
+
+
+def to_host(tensor: Tensor) -> npt.NDArray[Any]:
+    """A copy in host memory, awaited. Everything that leaves a device leaves it here."""
+    return np.array(tensor.cpu().numpy())
+
+
+def to_device(array: npt.NDArray[Any], device: Any) -> Tensor:
+    """A copy on the device, which may be written into. Everything that comes to one comes here."""
+    return torch.from_numpy(array.copy()).to(device)
+
+
+def count_on_device(old: Tensor, new: Tensor) -> int:
+    """Words that differ."""
+    total = torch.zeros((), dtype=torch.int64, device=old.device)
+    with _current(old):
+        for a, b in zip(old.split(PIECE_WORDS), new.split(PIECE_WORDS), strict=True):
+            total += (a != b).sum()
+        return int(to_host(total))
+
+
+def _writing(words: Tensor) -> AbstractContextManager[object]:
+    """A tensor made in inference mode is written in that mode, any other outside of it, whatever
+    the caller's mode."""
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(words.is_inference()))
+    stack.enter_context(_current(words))
+    return stack
+
+
+def _find(
+    old: Tensor, new: Tensor, grid: Grid, scheme: Scheme, dense_from: int | None
+) -> list[Found]:
     places = torch.nonzero(old != new).view(-1)
-    borders = torch.arange(grid.blocks + 1, device=old.device) * block_words
-    ends = torch.searchsorted(places, borders).tolist()
+    numbers = _numbers(places, grid)
+    dense = _dense(places, numbers, grid, dense_from)
+    if any(dense):
+        kept = to_device(np.repeat(~np.array(dense), numbers), old.device)
+        places = places[kept]
     before = None
     if places.numel() and scheme.top:
         counts = _passes(old).tile_counts(old, grid, scheme)
         before = (_totals(counts) - counts).view(-1)
     parts = [_describe(old, new, at, grid, scheme, before) for at in places.split(PIECE_EVENTS)]
-    classes = np.concatenate([part.classes for part in parts])
-    ranks = np.concatenate([part.ranks for part in parts])
-    deltas = np.concatenate([part.deltas for part in parts])
-    return [Found(classes[lo:hi], ranks[lo:hi], deltas[lo:hi]) for lo, hi in pairwise(ends)]
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    found, end = [], 0
+    for number, is_dense in zip(numbers, dense, strict=True):
+        start, end = end, end + (0 if is_dense else number)
+        found.append(Found(*(column[start:end] for column in columns), number, is_dense))
+    return found
+
+
+def _numbers(places: Tensor, grid: Grid) -> list[int]:
+    """How many of the ascending `places` lie in each block."""
+    borders = torch.arange(grid.blocks + 1, device=places.device) * grid.block_words
+    return np.diff(to_host(torch.searchsorted(places, borders))).tolist()  # type: ignore[no-any-return]
+
+
+def _dense(places: Tensor, numbers: list[int], grid: Grid, dense_from: int | None) -> list[bool]:
+    """Which blocks are dense."""
+    if dense_from is None:
+        return [False] * grid.blocks
+    starts = np.arange(grid.blocks) * grid.block_words
+    sizes = np.minimum(grid.words - starts, grid.block_words)
+    many = np.array(numbers) > sizes // dense_from
+    if not many.any():
+        return [False] * grid.blocks
+    # Changes that the host's kernel has seen when it looks the last time.
+    last = starts + np.maximum(sizes // HOST_GROUP * HOST_GROUP - HOST_GROUP, 0)
+    seen = to_host(torch.searchsorted(places, to_device(last, places.device)))
+    before = np.cumsum([0, *numbers[:-1]])
+    return (many & (seen - before > sizes // dense_from)).tolist()  # type: ignore[no-any-return]
 
 
 def _describe(
     old: Tensor, new: Tensor, places: Tensor, grid: Grid, scheme: Scheme, before: Tensor | None
-) -> Found:
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
     """Class, rank and difference of the words at `places`, on the host. `before` counts, for each
     block, class and tile, the words of the class in the block's earlier tiles."""
     block = places // grid.block_words
@@ -197,10 +284,10 @@ def _describe(
     else:
         classes, ranks = _passes(old).tile_ranks(old, places, places - inside % TILE, scheme)
         ranks = ranks + before[(block * scheme.classes + classes) * grid.tiles + inside // TILE]
-    change = (new[places] - old[places]).cpu().numpy()
-    return Found(
-        classes.cpu().numpy(),
-        ranks.cpu().numpy().view(np.uint32),
+    change = to_host(new[places] - old[places])
+    return (
+        to_host(classes),
+        to_host(ranks).view(np.uint32),
         change.view(f"u{change.itemsize}").astype(np.uint64),
     )
 
@@ -415,7 +502,7 @@ def digest_on_device(tensor: Tensor) -> str:
             flags = _PARENT | (_ROOT if n == 2 else 0)
             parents = passes.parent_values(values[: n // 2 * 2], flags)
             values = torch.cat([parents, values[-1:]]) if n % 2 else parents
-        return bytes(values.cpu().numpy().astype("<i4").data.cast("B")).hex()
+        return bytes(to_host(values).astype("<i4").data.cast("B")).hex()
 
 
 def _leaves(data: Tensor) -> Tensor:
