@@ -48,6 +48,10 @@ class TaskConfig(_Frozen, frozen=True, kw_only=True):
     """What the model's turn begins with: not sampled, not scored, not in the loss."""
     extract: Literal["text", "last_integer"] = "text"
     """What of an answer is scored: all of its text, or the last integer written in it."""
+    max_turns: Few = 16
+    """The model's turns after which an episode of several is cut."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 22)] = 1 << 15
+    """Tokens of an episode of several turns, next answer included; the model's context at most."""
 
 
 ObjectiveName = Literal["dapo", "grpo", "dr_grpo", "tis", "decoupled", "reinforce"]
@@ -122,6 +126,8 @@ class RunConfig(_Frozen, frozen=True, kw_only=True):
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig = TrainConfig()
+    signing_key: str | None = None
+    """The file with the trainer's secret key, on the trainer's machine."""
 
 
 class LinkConfig(_Frozen, frozen=True, kw_only=True):

@@ -179,3 +179,24 @@ def test_a_run_is_not_resumed_as_another(
     status, _, err = farcast("demo", "--resume", "--out", str(folder.path), *option)
     assert status == 2
     assert f"not {option[1]}" in err
+
+
+def test_a_key_is_made_in_files_and_shown_by_its_fingerprint_alone(
+    farcast: Farcast, tmp_path: Path
+) -> None:
+    status, out, err = farcast("keygen", "run.key", "--json", "key.json")
+    assert (status, err) == (0, "")
+    secret = (tmp_path / "run.key").read_text().splitlines()[1]
+    assert secret not in out + (tmp_path / "key.json").read_text()
+    status, _, err = farcast("keygen", "run.key")
+    assert status == 2
+    assert "is there already" in err
+    (tmp_path / "run.key").chmod(0o644)
+    arguments = ["--model", "tiny", "--out", "o", "--signing-key", "run.key"]
+    status, _, err = farcast("train", *arguments)
+    assert status == 2
+    assert "chmod 600" in err
+    status, _, err = farcast("plan", "--store", "st", "--trusted-key", "run.key")
+    assert status == 2
+    assert "secret key" in err
+    assert secret not in err

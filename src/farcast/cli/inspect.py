@@ -26,7 +26,11 @@ class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
 
 
-def inspect(store: options.Store, json: options.Json = None) -> None:
+def inspect(
+    store: options.Store,
+    trusted_key: options.TrustedKeyFile = None,
+    json: options.Json = None,
+) -> None:
     """Show every version of a run: step, root, and the bytes of its anchor and deltas.
 
     ```
@@ -39,7 +43,7 @@ def inspect(store: options.Store, json: options.Json = None) -> None:
     from farcast.store import open_store
 
     options.check_writable(json)
-    archive = open_archive(open_store(store))
+    archive = open_archive(open_store(store), options.trusted_key(trusted_key))
     lines = [_line(archive.manifest(version)) for version in versions_in(archive.store)]
     Console().print(_table(archive.run_id, lines))
     options.write_json(json, {"run_id": archive.run_id, "versions": lines})

@@ -14,8 +14,10 @@ from farcast.cli.bench import bench
 from farcast.cli.demo import demo
 from farcast.cli.gateway import gateway
 from farcast.cli.inspect import inspect
+from farcast.cli.keygen import keygen
 from farcast.cli.plan import plan
 from farcast.cli.record import record
+from farcast.cli.relay import relay
 from farcast.cli.replica import replica
 from farcast.cli.status import status
 from farcast.cli.train import train
@@ -62,6 +64,8 @@ app.command(rich_help_panel="Run")(worker)
 app.command(rich_help_panel="Run")(up)
 app.command(rich_help_panel="Run")(replica)
 app.command(rich_help_panel="Run")(gateway)
+app.command(rich_help_panel="Run")(relay)
+app.command(rich_help_panel="Run")(keygen)
 app.add_typer(record, rich_help_panel="Run")
 app.command(rich_help_panel="Look")(status)
 app.command(rich_help_panel="Look")(inspect)

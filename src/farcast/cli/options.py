@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -16,6 +16,9 @@ from farcast.config import ObjectiveName, OptimizerName, RunConfig
 from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.presets import run_config
+
+if TYPE_CHECKING:
+    from farcast.lineage import TrustedKey
 
 Store = Annotated[
     str,
@@ -61,6 +64,30 @@ Optimizer = Annotated[
         show_default=False,
     ),
 ]
+TrustedKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trusted-key",
+        metavar="FILE",
+        help="Take only what this public key signed (see farcast keygen).",
+    ),
+]
+Expired = Annotated[
+    Literal["refuse", "warn"],
+    typer.Option(
+        "--expired",
+        help="With --trusted-key, when nothing signed says that the newest version is recent: "
+        "refuse newer ones, or warn.",
+    ),
+]
+SigningKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--signing-key",
+        metavar="FILE",
+        help="Sign every version with this secret key (see farcast keygen).",
+    ),
+]
 Tied = Annotated[bool, typer.Option("--tied", hidden=True)]
 """The process was started by a launcher: leave when standard input closes."""
 
@@ -87,6 +114,7 @@ def new_run(
     seed: int,
     objective: ObjectiveName | None = None,
     optimizer: OptimizerName | None = None,
+    signing_key: Path | None = None,
 ) -> RunConfig:
     """The configuration of a run that starts in `folder`; its store is there unless one is named,
     and a named one must be free."""
@@ -102,6 +130,7 @@ def new_run(
         seed=seed,
         objective=objective,
         optimizer=optimizer,
+        signing_key=signing_key,
     )
     if store is not None:
         require_unused(open_store(store))
@@ -116,6 +145,7 @@ def require_same(context: typer.Context, config: RunConfig) -> None:
         "store": config.store,
         "objective": config.train.objective,
         "optimizer": config.train.optimizer,
+        "signing_key": None if config.signing_key is None else Path(config.signing_key),
     }
     for name, value in held.items():
         told = context.params.get(name)
@@ -126,6 +156,15 @@ def require_same(context: typer.Context, config: RunConfig) -> None:
                 f"The run was started with --{name} {value}, not {told}; leave the option out, or "
                 "start a new run."
             )
+
+
+def trusted_key(file: Path | None) -> "TrustedKey | None":
+    """The pinned key, if one is."""
+    if file is None:
+        return None
+    from farcast.fleet.keys import read_trusted
+
+    return read_trusted(file)
 
 
 def program() -> str:

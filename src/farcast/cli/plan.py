@@ -15,6 +15,7 @@ def plan(
     want: Annotated[
         int | None, typer.Option(min=0, metavar="VERSION", help="Wanted. [default: the newest]")
     ] = None,
+    trusted_key: options.TrustedKeyFile = None,
     json: options.Json = None,
 ) -> None:
     """Show the cheapest way, in bytes, from one version to another.
@@ -28,7 +29,7 @@ def plan(
     from farcast.store import open_store
 
     options.check_writable(json)
-    archive = open_archive(open_store(store))
+    archive = open_archive(open_store(store), options.trusted_key(trusted_key))
     target = newest_manifest(archive) if want is None else archive.manifest(want)
     found = archive.plan(archive.manifest(have).ref if have is not None else None, target.ref)
     print(found)

@@ -11,6 +11,8 @@ from farcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from farcast.gateway.sidecar_options import SidecarOptions
+    from farcast.lineage import TrustedKey
+    from farcast.replica.freshness import OnExpiry
 
 _ENGINE = "Before an engine"
 _HTTP = "Listener"
@@ -125,6 +127,8 @@ def replica(
         typer.Option("--overwrite", help="Take a folder that holds another model or other files."),
     ] = False,
     link: options.Link = None,
+    trusted_key: options.TrustedKeyFile = None,
+    expired: options.Expired = "refuse",
     json: options.Json = None,
     tied: options.Tied = False,
     engine: Engine = None,
@@ -167,7 +171,18 @@ def replica(
     if (dir is None) == (engine is None):
         raise ConfigError("Say --dir DIR to keep a folder, or --engine KIND to serve an engine.")
     if dir is not None:
-        _follow(store, dir, id, once=once, overwrite=overwrite, link=settings, json=json, tied=tied)
+        _follow(
+            store,
+            dir,
+            id,
+            once=once,
+            overwrite=overwrite,
+            link=settings,
+            trusted=options.trusted_key(trusted_key),
+            expired=expired,
+            json=json,
+            tied=tied,
+        )
         return
     if once or json is not None:
         raise ConfigError("--once and --json go with --dir; ask /ready or /metrics of an engine.")
@@ -196,6 +211,8 @@ def replica(
         engine_seconds=engine_seconds,
         scratch=scratch,
         link=settings,
+        trusted=options.trusted_key(trusted_key),
+        on_expiry=expired,
     )
     _serve(told, tied=tied)
 
@@ -222,6 +239,8 @@ def _follow(
     once: bool,
     overwrite: bool,
     link: LinkConfig | None,
+    trusted: "TrustedKey | None",
+    expired: "OnExpiry",
     json: Path | None,
     tied: bool,
 ) -> None:
@@ -234,5 +253,15 @@ def _follow(
         if tied:
             leave_with_parent()
         name = id or default_id()
-        result = follow(store, folder, name, once=once, link=link, overwrite=overwrite, stop=stop)
+        result = follow(
+            store,
+            folder,
+            name,
+            once=once,
+            link=link,
+            overwrite=overwrite,
+            stop=stop,
+            trusted=trusted,
+            on_expiry=expired,
+        )
     options.write_json(json, result)

@@ -35,6 +35,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
     objective: options.Objective = None,
     optimizer: options.Optimizer = None,
+    signing_key: options.SigningKeyFile = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")
     ] = False,
@@ -65,6 +66,7 @@ def train(
             seed=seed,
             objective=objective,
             optimizer=optimizer,
+            signing_key=signing_key,
         )
         folder.create(new)
         return new

@@ -33,6 +33,7 @@ def up(
         ),
     ] = None,
     link: options.Link = None,
+    trusted_key: options.TrustedKeyFile = None,
     logs: Annotated[
         Path, typer.Option(metavar="DIR", help="What local workers say goes here.")
     ] = Path("runs/up"),
@@ -66,6 +67,7 @@ def up(
     options.check_writable(json)
     if link is not None:
         parse_link(link)
+    options.trusted_key(trusted_key)  # found wrong here, and not by each worker
     prefix = f"{_host() if name is None else name}-"
     if NAME_PATTERN.fullmatch(f"{prefix}4096") is None:
         raise ConfigError(
@@ -88,7 +90,10 @@ def up(
             limits,
             prefix=prefix,
             logs=logs,
-            more=() if link is None else ("--link", link),
+            more=(
+                *(() if link is None else ("--link", link)),
+                *(() if trusted_key is None else ("--trusted-key", str(trusted_key.absolute()))),
+            ),
             stop=stop,
             tell=say,
         )

@@ -10,12 +10,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from farcast.fleet.audit import AuditReport
+    from farcast.lineage import TrustedKey
     from farcast.store import Store
 
 EXIT_DIFFERENT = 3
 
 
-def verify(store: options.Store, json: options.Json = None) -> None:
+def verify(
+    store: options.Store,
+    trusted_key: options.TrustedKeyFile = None,
+    json: options.Json = None,
+) -> None:
     """Rebuild every version from the store and compare all roots; count every trajectory.
 
     Each version is rebuilt through its chain of deltas, and each anchor by itself. Roots must
@@ -36,14 +41,16 @@ def verify(store: options.Store, json: options.Json = None) -> None:
 
     options.check_writable(json)
     console = Console()
-    report = audit_with_progress(open_store(store), console)
+    report = audit_with_progress(open_store(store), console, options.trusted_key(trusted_key))
     options.write_json(json, report)
     show_report(report, console)
     if report.differences:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def audit_with_progress(store: "Store", console: "Console") -> "AuditReport":
+def audit_with_progress(
+    store: "Store", console: "Console", trusted: "TrustedKey | None" = None
+) -> "AuditReport":
     """Run the audit under a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -56,4 +63,4 @@ def audit_with_progress(store: "Store", console: "Console") -> "AuditReport":
         def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        return audit(store, progress=progress)
+        return audit(store, trusted=trusted, progress=progress)

@@ -16,6 +16,8 @@ def worker(
         typer.Option(metavar="NAME", help="This worker's name in the run. [default: host and pid]"),
     ] = None,
     link: options.Link = None,
+    trusted_key: options.TrustedKeyFile = None,
+    expired: options.Expired = "refuse",
     assets: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the model's small files go. [default: temporary]"),
@@ -36,6 +38,7 @@ def worker(
     ```
     """
     settings = parse_link(link) if link is not None else None
+    trusted = options.trusted_key(trusted_key)
 
     from farcast.fleet.launcher import leave_with_parent
     from farcast.fleet.reporting import default_id
@@ -46,5 +49,12 @@ def worker(
         if tied:
             leave_with_parent()
         run_worker(
-            store, id or default_id(), link=settings, folder=assets, from_step=from_step, stop=stop
+            store,
+            id or default_id(),
+            link=settings,
+            folder=assets,
+            from_step=from_step,
+            stop=stop,
+            trusted=trusted,
+            on_expiry=expired,
         )

@@ -29,7 +29,7 @@ from farcast.fleet.accounting import (
 )
 from farcast.fleet.finding import open_archive, versions_in
 from farcast.fleet.registry import Registry
-from farcast.lineage import Manifest, ObjectRef
+from farcast.lineage import Manifest, ObjectRef, TrustedKey
 from farcast.store import Store
 from farcast.store.archive import Archive
 from farcast.trajectory.encoding import MAX_BATCH_BYTES, decode_batch
@@ -75,9 +75,15 @@ def _damaged_files(archive: Archive) -> list[str]:
     return damaged
 
 
-def audit(store: Store, *, progress: Progress = lambda *_: None) -> AuditReport:
-    """Check the run in `store`. Reads all of it, writes nothing."""
-    archive = open_archive(store)
+def audit(
+    store: Store,
+    *,
+    trusted: TrustedKey | None = None,
+    progress: Progress = lambda *_: None,
+) -> AuditReport:
+    """Check the run in `store`. Reads all of it, writes nothing. With `trusted`, what that key
+    did not sign is a difference."""
+    archive = open_archive(store, trusted)
     registry = Registry(store)
     walk = _Walk(archive)
     versions = list(versions_in(store))

@@ -9,6 +9,7 @@ from farcast.lineage import (
     VERSIONS_PREFIX,
     Manifest,
     RunRecord,
+    TrustedKey,
     decode_run_record,
     parse_version_key,
 )
@@ -25,14 +26,17 @@ def run_in(store: Store) -> RunRecord | None:
     return decode_run_record(data)
 
 
-def open_archive(store: Store) -> Archive:
-    """The run in this store, or a sentence that says where to look for one."""
+def open_archive(store: Store, trusted: TrustedKey | None = None) -> Archive:
+    """The run in this store, or a sentence that says where to look for one. With `trusted`, its
+    record must be signed by that key."""
     record = run_in(store)
     if record is None:
         raise ObjectNotFoundError(
             f"There is no run in {store.url}; check the URL, or start one with `farcast train`."
         )
-    return Archive(store, record.run_id)
+    if trusted is not None:
+        trusted.check(record, RUN_KEY)
+    return Archive(store, record.run_id, trusted=trusted)
 
 
 def require_unused(store: Store) -> None:

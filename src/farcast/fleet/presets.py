@@ -96,6 +96,7 @@ def run_config(
     seed: int = 0,
     objective: ObjectiveName | None = None,
     optimizer: OptimizerName | None = None,
+    signing_key: Path | None = None,
 ) -> RunConfig:
     """A run of a preset, or of a local model folder with the settings of the real preset."""
     check_model(model)
@@ -115,4 +116,5 @@ def run_config(
         task=preset.task,
         sampling=preset.sampling,
         train=train,
+        signing_key=None if signing_key is None else str(signing_key.expanduser().absolute()),
     )

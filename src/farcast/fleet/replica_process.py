@@ -9,6 +9,7 @@ from farcast.config import LinkConfig
 from farcast.errors import (
     ConfigError,
     FormatError,
+    FreshnessError,
     IntegrityError,
     LimitError,
     StoreUnavailableError,
@@ -21,7 +22,9 @@ from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
+from farcast.lineage import TrustedKey
 from farcast.replica import CheckpointDirectory, Subscriber, SyncStats
+from farcast.replica.freshness import OnExpiry
 from farcast.store import CountingStore, LinkedStore, open_store
 from farcast.store.archive import Archive
 from farcast.types import VersionRef
@@ -57,29 +60,38 @@ def follow(
     link: LinkConfig | None,
     overwrite: bool,
     stop: StopRequest,
+    trusted: TrustedKey | None = None,
+    on_expiry: OnExpiry = "refuse",
 ) -> Followed:
     """Bring `folder` to the newest version, and keep it there until the trainer is done.
 
     Without `overwrite` a folder that holds anything else is refused before it is touched.
     """
     store = connect(store_url, link)
-    archive = open_archive(store)
+    archive = open_archive(store, trusted)
     registry = Registry(store)
     if not overwrite:
         _require_own(folder, archive)
-    subscriber = Subscriber(store, archive.run_id, CheckpointDirectory(folder))
+    subscriber = Subscriber(
+        store,
+        archive.run_id,
+        CheckpointDirectory(folder),
+        trusted_key=trusted,
+        on_expiry=on_expiry,
+    )
     fetch_assets(archive, archive.open_run().assets, folder)
 
     def fetched() -> int:
         return store.traffic.bytes_down
 
+    told: list[str] = []
     with ReplicaReporter(registry, replica_id, bytes_fetched=fetched) as reporter:
         if once:
             _step(subscriber, reporter)
         while not once and not stop.requested:
             reporter.check()
             done = _trainer_is_done(registry)
-            moved = _step_patiently(subscriber, reporter)
+            moved = _step_patiently(subscriber, reporter, told)
             if done and not moved:
                 break
             stop.wait(0 if moved else POLL_SECONDS)
@@ -103,13 +115,19 @@ def _require_own(folder: Path, archive: Archive) -> None:
         )
 
 
-def _step_patiently(subscriber: Subscriber, reporter: ReplicaReporter) -> bool:
-    """A step, or none while the store is away or the run has no version yet."""
+def _step_patiently(subscriber: Subscriber, reporter: ReplicaReporter, told: list[str]) -> bool:
+    """A step, or none while the store is away, the run has no version yet, or what the store
+    shows cannot be believed: what the folder holds stays. `told` is what was said of it last."""
     try:
         return _step(subscriber, reporter)
     except (StoreUnavailableError, UnknownVersionError):
         reporter.state("waiting")
-        return False
+    except (FreshnessError, IntegrityError, FormatError) as error:
+        reporter.state("waiting")
+        if told != [str(error)]:
+            told[:] = [str(error)]
+            say(f"stays where it is: {error}")
+    return False
 
 
 def _step(subscriber: Subscriber, reporter: ReplicaReporter) -> bool:

@@ -14,7 +14,9 @@ from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.watching import TrainerWatch
+from farcast.lineage import TrustedKey
 from farcast.replica import Subscriber
+from farcast.replica.freshness import OnExpiry
 from farcast.replica.widened import WidenedModule
 from farcast.rollout import Worker, WorkerCounters, make_environment
 from farcast.store import CountingStore
@@ -27,11 +29,22 @@ class Sampler:
     """A replica that is ready to join: its model is built from the run's small files in
     `folder`, and has no version yet."""
 
-    def __init__(self, store: CountingStore, config: RunConfig, name: str, *, folder: Path) -> None:
+    def __init__(
+        self,
+        store: CountingStore,
+        config: RunConfig,
+        name: str,
+        *,
+        folder: Path,
+        trusted: TrustedKey | None = None,
+        on_expiry: OnExpiry = "refuse",
+    ) -> None:
         disable_progress_bar()
         self._store = store
         self._config = config
         self._name = name
+        self._trusted: TrustedKey | None = trusted
+        self._on_expiry: OnExpiry = on_expiry
         self._codec = ChatCodec.from_folder(folder, config.task)
         # bf16 is served; on a CPU it is computed with in float32.
         self._target = WidenedModule(empty_module(folder))
@@ -59,7 +72,13 @@ class Sampler:
     def _engine(self, reporter: ReplicaReporter) -> TransformersEngine:
         return TransformersEngine(
             self._target.module,
-            Subscriber(self._store, self._config.run_id, self._target),
+            Subscriber(
+                self._store,
+                self._config.run_id,
+                self._target,
+                trusted_key=self._trusted,
+                on_expiry=self._on_expiry,
+            ),
             eos_ids=self._codec.eos_ids,
             pad_id=self._codec.pad_id,
             on_commit=lambda commit: _report_commit(reporter, commit),

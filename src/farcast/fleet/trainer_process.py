@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 from transformers.utils.logging import disable_progress_bar
 
 from farcast.config import RunConfig, encode_config
@@ -29,13 +29,14 @@ from farcast.fleet.assets import put_assets
 from farcast.fleet.claim import claimed
 from farcast.fleet.finding import run_in
 from farcast.fleet.heartbeat import Heartbeat
+from farcast.fleet.keys import read_signer
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.ranks import Lines, checkpoint_folder
 from farcast.fleet.records import StepRecord
 from farcast.fleet.registry import Registry
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
-from farcast.lineage import RunRecord
+from farcast.lineage import RunRecord, Signer, TrustedKey
 from farcast.publish import Publisher
 from farcast.rollout import check_task
 from farcast.store import PatientStore, Store, open_store
@@ -103,7 +104,7 @@ def _run(
     cache: Path | None,
     lines: Lines | None,
 ) -> None:
-    archive = Archive(store, config.run_id)
+    archive = Archive(store, config.run_id, trusted=_trusted(config))
     model = prepared(config, cache)
     if run_in(store) is None:
         _create_run(archive, config, model)
@@ -168,7 +169,17 @@ def open_publisher(config: RunConfig, store: Store, lines: Lines | None) -> Publ
         # The weights are in the checkpoint: a damaged object costs a full copy, not the run.
         reanchor=True,
         comms=None if lines is None else lines.publish,
+        signer=_signer(config),
     )
+
+
+def _signer(config: RunConfig) -> Signer | None:
+    return None if config.signing_key is None else read_signer(Path(config.signing_key))
+
+
+def _trusted(config: RunConfig) -> TrustedKey | None:
+    signer = _signer(config)
+    return None if signer is None else signer.public
 
 
 def _open_run(store: Store, config: RunConfig, *, resume: bool) -> None:
@@ -179,7 +190,7 @@ def _open_run(store: Store, config: RunConfig, *, resume: bool) -> None:
             _refuse_lost_run(store, config)
         probe_conditional_put(store)
         return
-    Archive(store, config.run_id).open_run()
+    Archive(store, config.run_id, trusted=_trusted(config)).open_run()
     if not resume:
         raise RunMismatchError(
             f"{store.url} already holds the run {config.run_id}; "
@@ -201,14 +212,15 @@ def _refuse_lost_run(store: Store, config: RunConfig) -> None:
 
 def _create_run(archive: Archive, config: RunConfig, model: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
-    archive.create_run(
-        RunRecord(
-            run_id=config.run_id,
-            created=now.isoformat(timespec="seconds"),
-            assets=put_assets(archive, model),
-            settings=encode_config(config).decode(),
-        )
+    signer = _signer(config)
+    record = RunRecord(
+        run_id=config.run_id,
+        created=now.isoformat(timespec="seconds"),
+        assets=put_assets(archive, model),
+        # Where the trainer keeps its key is nobody else's business.
+        settings=encode_config(replace(config, signing_key=None)).decode(),
     )
+    archive.create_run(record if signer is None else signer.sign(record))
 
 
 def root_reader(archive: Archive) -> Callable[[int], str | None]:

@@ -20,7 +20,8 @@ from farcast.fleet.replica_process import connect
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.watching import TrainerWatch
-from farcast.lineage import RunRecord
+from farcast.lineage import RUN_KEY, RunRecord, TrustedKey
+from farcast.replica.freshness import OnExpiry
 from farcast.store import CountingStore, PatientStore, Store
 from farcast.store.archive import Archive
 from farcast.types import NAME_PATTERN
@@ -37,6 +38,8 @@ def run_worker(
     folder: Path | None,
     from_step: int,
     stop: StopRequest,
+    trusted: TrustedKey | None = None,
+    on_expiry: OnExpiry = "refuse",
 ) -> None:
     """Sample for the run in `store_url` until its trainer is done or `stop` is requested.
 
@@ -54,13 +57,17 @@ def run_worker(
     record = _wait_for_run(patient, stop)
     if record is None:
         return
+    if trusted is not None:
+        trusted.check(record, RUN_KEY)
     config = decode_config(record.settings.encode(), RunConfig)
 
     with _assets(folder) as assets:
         from farcast.fleet.sampling import Sampler
 
         fetch_assets(Archive(patient, record.run_id), record.assets, assets)
-        sampler = Sampler(store, config, worker_id, folder=assets)
+        sampler = Sampler(
+            store, config, worker_id, folder=assets, trusted=trusted, on_expiry=on_expiry
+        )
         if _wait_for_step(store, worker_id, from_step, stop):
             sampler.run(stop)
 

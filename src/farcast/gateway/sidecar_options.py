@@ -8,6 +8,8 @@ from farcast.config import LinkConfig
 from farcast.engines.admission import Mode
 from farcast.gateway.routes import EngineKind
 from farcast.gateway.tokens import Token
+from farcast.lineage import TrustedKey
+from farcast.replica.freshness import OnExpiry
 
 Caches = Literal["salt", "flush"]
 """How cached prefixes are kept from crossing versions: each request is salted with its version,
@@ -36,3 +38,5 @@ class SidecarOptions:
     poll_seconds: float = 1.0
     scratch: Path | None = None
     link: LinkConfig | None = None
+    trusted: TrustedKey | None = None
+    on_expiry: OnExpiry = "refuse"

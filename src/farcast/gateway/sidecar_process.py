@@ -47,7 +47,7 @@ def serve_replica(options: SidecarOptions, stop: StopRequest) -> None:
     if options.host in ("0.0.0.0", "::", "") and options.advertise is None:
         raise ConfigError("Say with --advertise URL under which address others reach this replica.")
     store = connect(options.store_url, options.link)
-    run_id = open_archive(store).run_id
+    run_id = open_archive(store, options.trusted).run_id
     backend = open_backend(
         options.kind,
         options.engine_url,
@@ -56,7 +56,13 @@ def serve_replica(options: SidecarOptions, stop: StopRequest) -> None:
         engine_token=options.engine_token,
         scratch=options.scratch,
     )
-    subscriber = Subscriber(store, run_id, backend.target)
+    subscriber = Subscriber(
+        store,
+        run_id,
+        backend.target,
+        trusted_key=options.trusted,
+        on_expiry=options.on_expiry,
+    )
     sys.setswitchinterval(SWITCH_SECONDS)
     settle_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
