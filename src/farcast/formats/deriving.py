@@ -207,7 +207,7 @@ def _block_maxima(found: torch.Tensor, height: int, rows: Rows) -> torch.Tensor:
     touched = -(-(skipped + found.shape[0]) // height)
     padded = found.new_zeros(touched * height, found.shape[1])
     padded[skipped : skipped + found.shape[0]] = found
-    blocks[first : first + touched] = padded.view(touched, height, -1).amax(1)
+    blocks[first : first + touched] = padded.view(touched, height, found.shape[1]).amax(1)
     return blocks
 
 
