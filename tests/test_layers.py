@@ -23,6 +23,7 @@ LAYERS: list[set[str]] = [
     {"rollout", "train"},
     {"fleet"},
     {"gateway"},
+    {"relay"},
     {"interop", "bench"},
     {"dashboard"},
     {"cli"},

@@ -26,6 +26,7 @@ class Traffic(Collector):
         self._answered: dict[tuple[str, int], int] = {}
         self._buckets = [0] * (len(_SECONDS) + 1)
         self._seconds = 0.0
+        self._counts: list[tuple[str, str, Callable[[], float]]] = []
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """`path` is one of a fixed list: a client can't make up new series."""
@@ -51,6 +52,12 @@ class Traffic(Collector):
             buckets=list(zip(limits, accumulate(self._buckets), strict=True)),
             sum_value=self._seconds,
         )
+        for name, help, value in self._counts:
+            yield CounterMetricFamily(name, help, value=value())
+
+    def count(self, name: str, help: str, value: Callable[[], float]) -> None:
+        """A number that only grows."""
+        self._counts.append((name, help, value))
 
     def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
         Gauge(name, help, registry=self.registry).set_function(value)
