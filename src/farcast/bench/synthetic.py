@@ -48,6 +48,11 @@ def synthetic(base: Mapping[str, TensorBits], density: float, *, seed: int = 1) 
     return Change(data="synthetic", hop=f"{100 * density:g} %", base=base, target=target)
 
 
+def masters_of(name: str, bits: TensorBits, seed: int) -> Floats:
+    """Where the masters behind served bf16 words may lie: flat, one for each word."""
+    return _masters(bits, _generator(name, seed)).masters
+
+
 def _moved(name: str, bits: TensorBits, step: float, seed: int, everywhere: bool) -> TensorBits:
     held = _masters(bits, _generator(name, seed))
     words = held.moved(step)

@@ -9,6 +9,7 @@ from farcast.cli import options
 from farcast.cli.bench_rl import rl
 from farcast.cli.bench_serve import serve
 from farcast.cli.bench_staleness import staleness
+from farcast.cli.bench_wan import wan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ bench = typer.Typer(
 bench.command()(rl)
 bench.command()(serve)
 bench.command()(staleness)
+bench.command()(wan)
 
 Data = Annotated[
     Path,

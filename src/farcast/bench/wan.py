@@ -1,0 +1,409 @@
+"""How long a version takes to far-away replicas, and what coming late costs.
+
+A real S3 server stands on this side of an emulated line, replicas are processes on the other side.
+The line's bandwidth is to this model what 10 Gbit/s is to one of 10^12 parameters, so that a small
+model waits for its bytes as a large one does. For each change farcast and the format that most
+peers share are published one after the other, over the same line to the same replicas:
+
+    seconds    from the call that publishes to the last replica that has applied the version
+    limit      bytes / bandwidth + 4 round trips + half a poll interval; each replica fetches by
+               itself, so the bytes of all of them count, for every coding alike
+
+A full copy takes minutes to hours on such a line: a measured part of it is scaled by its bytes.
+"""
+
+import contextlib
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from farcast.bench.data import Change
+from farcast.bench.suite import Machine, this_machine
+from farcast.bench.wan_crowd import CrowdReport, simulate
+from farcast.bench.wan_link import Wan, WanError, emulated, end
+from farcast.bench.wan_replica import (
+    Asking,
+    Event,
+    Follow,
+    Held,
+    Join,
+    Joined,
+    Live,
+    Order,
+    Roots,
+    Setup,
+    prefix_of,
+)
+from farcast.bench.wan_server import BUCKET, S3Server, seaweed
+from farcast.bench.wan_versions import Drift, Tensors, cut, write_weights
+from farcast.bench.wan_ways import (
+    FARCAST,
+    FULL,
+    RUN,
+    SHARED,
+    publish_farcast,
+    publish_full,
+    publish_shared,
+)
+from farcast.config import LinkConfig
+from farcast.delta import entry_of, root_of
+from farcast.publish import Publisher
+
+LARGE_PARAMETERS, LARGE_BITS = 1e12, 10e9
+"""The pair whose ratio the line keeps."""
+
+RTT = 0.08
+POLL_SECONDS = 1.0
+REPLICAS = 4
+ROUND_TRIPS = 4
+SQUASH = 4
+_TIMEOUT = 1200.0
+_SETTLE_POLLS = 1.5
+"""Poll intervals between "asks" and publishing: by then replicas ask at moments of their own."""
+
+Say = Callable[[str], None]
+
+_E = TypeVar("_E", Asking, Live, Joined, Held)
+
+
+class Effort(NamedTuple):
+    """How much is measured. Changes are published until `seconds` have passed, at most `hops`."""
+
+    hops: int
+    seconds: float
+    full_bytes: int
+    late_versions: int
+    late_elements: int
+    crowd: int
+    crowd_versions: int
+
+
+NORMAL = Effort(4, 90.0, 768 << 10, 200, 4_000_000, 1000, 4)
+QUICK = Effort(1, 1.0, 128 << 10, 40, 2_000_000, 200, 2)
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """One version by one way. `bytes` are of one replica, the store's answers to polls included;
+    `limit_seconds` counts those that it has to read, `replicas` times."""
+
+    way: str
+    hop: str
+    seconds: float
+    publish_seconds: float
+    limit_seconds: float
+    bytes: float
+    requests: float
+    measured_share: float = 1.0
+
+    @property
+    def over_limit(self) -> float:
+        return self.seconds / self.limit_seconds
+
+
+class Late(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of coming `versions` late."""
+
+    way: str
+    versions: int
+    seconds: float
+    bytes: int
+    requests: int
+    objects: int
+
+
+class WanReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured; `flat` in `wan_report` is what the JSON file holds."""
+
+    data: str
+    how: str
+    link: LinkConfig
+    parameters: int
+    bytes_full: int
+    replicas: int
+    poll_seconds: float
+    hops: list[Hop]
+    late: list[Late]
+    late_parameters: int
+    crowd: CrowdReport
+    failing_crowd: CrowdReport
+    machine: Machine
+    quick: bool
+
+
+def rate_for(parameters: int) -> float:
+    """Bytes per second that are to so many parameters what 10 Gbit/s is to 10^12."""
+    return parameters / LARGE_PARAMETERS * LARGE_BITS / 8
+
+
+def measure(
+    base: Tensors,
+    changes: Iterator[Change],
+    data: str,
+    effort: Effort,
+    *,
+    namespaces: bool | None = None,
+    quick: bool = False,
+    say: Say = lambda _: None,
+) -> WanReport:
+    """Run it all. `changes` follow one another, the first from `base`."""
+    machine = this_machine()
+    parameters = sum(bits.data.nbytes for bits in base.values()) // 2
+    link = LinkConfig(rate=rate_for(parameters), rtt=RTT)
+    say(f"{effort.crowd} simulated replicas")
+    crowd = simulate(replicas=effort.crowd, versions=effort.crowd_versions)
+    failing = simulate(replicas=effort.crowd // 4, versions=effort.crowd_versions, failing=0.01)
+    with tempfile.TemporaryDirectory(prefix="farcast-wan-") as scratch, contextlib.ExitStack() as s:
+        folder = Path(scratch)
+        wan = s.enter_context(emulated(link, namespaces=namespaces))
+        say("starting the S3 server")
+        server = s.enter_context(seaweed(folder, wan.host))
+        endpoint = s.enter_context(wan.proxied(server.port))
+        write_weights(folder / "base.safetensors", base)
+        far = s.enter_context(_far(wan, server.options(endpoint), folder))
+        hops = _follow(server, far, base, changes, effort, link, say)
+        late_base = cut(base, effort.late_elements)
+        late = _come_late(server, far[0], late_base, folder, effort, say)
+    return WanReport(
+        data=data,
+        how=wan.how,
+        link=link,
+        parameters=parameters,
+        bytes_full=2 * parameters,
+        replicas=REPLICAS,
+        poll_seconds=POLL_SECONDS,
+        hops=hops,
+        late=late,
+        late_parameters=sum(bits.data.nbytes for bits in late_base.values()) // 2,
+        crowd=crowd,
+        failing_crowd=failing,
+        machine=machine,
+        quick=quick,
+    )
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+class Far:
+    """A replica on the other side. Its events are read by a thread, so that waiting is bounded."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", setup: Setup) -> None:
+        self._process = process
+        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._write(msgspec.json.encode(setup))
+        threading.Thread(target=self._listen, name="farcast-far", daemon=True).start()
+
+    def order(self, order: Order) -> None:
+        self._write(msgspec.json.encode(order))
+
+    def event(self) -> Event:
+        """The next one. Raises `WanError` when the replica has ended, or says nothing."""
+        try:
+            found = self._events.get(timeout=_TIMEOUT)
+        except queue.Empty:
+            found = None
+        if found is None:
+            raise WanError("A replica of the measurement ended or hangs; its words are above.")
+        return found
+
+    def close(self) -> None:
+        end(self._process)
+
+    def _write(self, line: bytes) -> None:
+        if self._process.stdin is None:
+            raise WanError("The replica has no standard input; start it with one.")
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise WanError("A replica of the measurement ended; its words are above.") from error
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._process.stdout or ():
+                self._events.put(msgspec.json.decode(line, type=Event))
+        self._events.put(None)
+
+
+@contextlib.contextmanager
+def _far(wan: Wan, options: dict[str, object], folder: Path) -> Iterator[Sequence[Far]]:
+    with contextlib.ExitStack() as stack:
+        found = []
+        for seed in range(REPLICAS):
+            setup = Setup(
+                bucket=BUCKET,
+                options=options,
+                base=str(folder / "base.safetensors"),
+                version=0,
+                poll_seconds=POLL_SECONDS,
+                seed=seed,
+            )
+            far = Far(wan.start("farcast.bench.wan_replica"), setup)
+            stack.callback(far.close)
+            found.append(far)
+        yield found
+
+
+# --- publish -> live -----------------------------------------------------------------------------
+
+
+def _follow(
+    server: S3Server,
+    far: Sequence[Far],
+    base: Tensors,
+    changes: Iterator[Change],
+    effort: Effort,
+    link: LinkConfig,
+    say: Say,
+) -> list[Hop]:
+    shared, full = (server.open(prefix_of(way)) for way in (SHARED, FULL))
+    hops: list[Hop] = []
+    say("publishing the first version")
+    with Publisher(server.open(prefix_of(FARCAST)), RUN, anchor_every=2048) as publisher:
+        publisher.publish(base, step=0)
+        began, last = time.monotonic(), base
+        for version, change in enumerate(changes, start=1):
+            ways: dict[str, Callable[[], int]] = {
+                FARCAST: lambda: publish_farcast(publisher, change, version),  # noqa: B023
+                SHARED: lambda: publish_shared(shared, change, version),  # noqa: B023
+            }
+            for way in ways if version % 2 else reversed(ways):
+                say(f"version {version}: {way}")
+                hops.append(_hop(far, way, change.hop, version, link, ways[way]))
+            last = change.target
+            if version == effort.hops or time.monotonic() - began > effort.seconds:
+                break
+    _require_exact(far, last)
+    say(f"the first {effort.full_bytes >> 10} KiB of a full copy")
+    sizes: list[int] = []
+
+    def copy() -> int:
+        sizes[:] = publish_full(full, change, 1, effort.full_bytes)
+        return sizes[0]
+
+    part = _hop(far, FULL, change.hop, 1, link, copy)
+    return [*hops, _scaled(part, sizes[0] / sizes[1], link)]
+
+
+def _hop(
+    far: Sequence[Far],
+    way: str,
+    hop: str,
+    version: int,
+    link: LinkConfig,
+    publish: Callable[[], int],
+) -> Hop:
+    for replica in far:
+        replica.order(Follow(way=way, version=version))
+    for replica in far:
+        _expect(replica, Asking)
+    time.sleep(_SETTLE_POLLS * POLL_SECONDS)
+    began = time.monotonic()
+    size = publish()
+    published = time.monotonic()
+    lives = [_expect(replica, Live) for replica in far]
+    return Hop(
+        way=way,
+        hop=hop,
+        seconds=max(live.at for live in lives) - began,
+        publish_seconds=published - began,
+        limit_seconds=_limit(len(far) * size, link),
+        bytes=sum(live.bytes for live in lives) / len(far),
+        requests=sum(live.requests - live.quiet for live in lives) / len(far),
+    )
+
+
+def _limit(size: int, link: LinkConfig) -> float:
+    return size / link.rate + ROUND_TRIPS * link.rtt + POLL_SECONDS / 2
+
+
+def _scaled(part: Hop, share: float, link: LinkConfig) -> Hop:
+    """A whole copy from the measured part: what depends on bytes is taken as many times."""
+    fixed = ROUND_TRIPS * link.rtt + POLL_SECONDS / 2
+    return Hop(
+        way=part.way,
+        hop=part.hop,
+        seconds=fixed + max(0.0, part.seconds - fixed) / share,
+        publish_seconds=part.publish_seconds / share,
+        limit_seconds=fixed + (part.limit_seconds - fixed) / share,
+        bytes=part.bytes / share,
+        requests=part.requests,
+        measured_share=share,
+    )
+
+
+def _require_exact(far: Sequence[Far], last: Tensors) -> None:
+    """Every replica holds exactly the last version, by every way."""
+    root = root_of({name: entry_of(bits) for name, bits in last.items()})
+    for replica in far:
+        replica.order(Roots())
+        if set(_expect(replica, Held).roots.values()) != {root}:
+            raise WanError("A replica does not hold the bits that were published; report this.")
+
+
+def _expect(replica: Far, kind: type[_E]) -> _E:
+    event = replica.event()
+    if not isinstance(event, kind):
+        raise WanError(f"A replica answered {type(event).__name__}, not {kind.__name__}.")
+    return event
+
+
+# --- coming late ---------------------------------------------------------------------------------
+
+
+def _come_late(
+    server: S3Server, far: Far, base: Tensors, folder: Path, effort: Effort, say: Say
+) -> list[Late]:
+    """A run of small versions, published with squashed deltas and without."""
+    versions = effort.late_versions
+    squashed, chain = "late-squashed", "late-chain"
+    drift = Drift(base)
+    path = folder / "late.safetensors"
+    write_weights(path, drift.tensors)
+    with (
+        Publisher(server.open(squashed), RUN, anchor_every=versions, squash=SQUASH) as one,
+        Publisher(server.open(chain), RUN, anchor_every=2048) as other,
+    ):
+        for version in range(versions + 1):
+            if version:
+                drift.step()
+            if version % 10 == 0:
+                say(f"coming late: publishing version {version} of {versions}")
+            tensors = drift.tensors
+            for publisher in (one, other):
+                publisher.publish(tensors, step=version)
+    root = root_of({name: entry_of(bits) for name, bits in tensors.items()})
+    late = []
+    for way, prefix, held in (
+        ("squashed deltas", squashed, str(path)),
+        ("chain of deltas", chain, str(path)),
+        ("anchor", squashed, None),
+    ):
+        say(f"coming late: {way}")
+        far.order(Join(prefix=prefix, base=held))
+        joined = _expect(far, Joined)
+        if joined.root != root:
+            raise WanError("Who came late holds other bits than were published; report this.")
+        late.append(
+            Late(
+                way=way,
+                versions=versions,
+                seconds=joined.seconds,
+                bytes=joined.bytes,
+                requests=joined.requests,
+                objects=joined.objects,
+            )
+        )
+    return late
+
+
+def medians(hops: Sequence[Hop], way: str, of: Callable[[Hop], float]) -> float:
+    return median(of(hop) for hop in hops if hop.way == way)
