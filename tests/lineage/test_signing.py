@@ -22,6 +22,7 @@ from farcast.lineage import (
     TrustedKey,
     decode_manifest,
     encode_manifest,
+    joined,
 )
 from farcast.types import VersionRef
 
@@ -71,6 +72,8 @@ CHANGES: list[dict[str, Any]] = [
     {"issued": 1},
     {"issued": msgspec.UNSET},
     {"origin": VersionRef("run0", 1, "a" * 64)},
+    {"precision_rule": "decoder"},
+    {"also": joined([MANIFEST, replace(MANIFEST, served_format="int8")]).also},
 ]
 
 

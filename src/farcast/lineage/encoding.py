@@ -15,6 +15,7 @@ Decoding refuses, in this order, cheapest first:
  7. an origin anywhere but in version 0, or in the run itself
  8. an object named twice in one list; a change without objects
  9. counts that contradict each other
+10. one served format named twice; and each of several is checked by rules 5 to 9
 
 Refuses to judge anything that needs a second manifest: that is `farcast.lineage.planning`.
 """
@@ -91,7 +92,16 @@ def decode_timestamp(data: bytes, *, run_id: str) -> Timestamp:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Rules 5 to 9 of this module: what one manifest can show about itself."""
+    """Rules 5 to 10 of this module: what one manifest can show about itself."""
+    if manifest.also is not UNSET:
+        if manifest.served_format in manifest.also:
+            raise _broken(manifest, "names one served format twice")
+        for served_format in manifest.also:
+            _check_view(manifest.view(served_format))
+    _check_view(manifest)
+
+
+def _check_view(manifest: Manifest) -> None:
     _check_anchor(manifest)
     origin = manifest.origin
     if origin is not UNSET and (manifest.version != 0 or origin.run_id == manifest.run_id):

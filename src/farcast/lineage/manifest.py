@@ -17,11 +17,14 @@ Keys, all below the store's prefix (one prefix holds one run):
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
+from farcast.errors import UnknownVersionError
 from farcast.types import MAX_VERSION, Digest, Name, VersionRef
 
 MANIFEST_FORMAT = 1
@@ -68,9 +71,31 @@ class Delta(_Wire, frozen=True, kw_only=True):
     objects: Objects
 
 
+MAX_OTHER_FORMATS = 15
+"""Each is published in full at every anchor; nobody serves sixteen."""
+
+
+class ServedVersion(_Wire, frozen=True, kw_only=True):
+    """The same version in another served format: fields as in `Manifest`."""
+
+    root: Digest
+    precision_rule: Name | UnsetType = UNSET
+    tensors: Count
+    elements: Count
+    bytes_full: Count
+    changed: Count
+    anchor_version: Version
+    anchor: Objects | None = None
+    deltas: Annotated[tuple[Delta, ...], msgspec.Meta(max_length=64)] = ()
+
+
 class Manifest(_Wire, frozen=True, kw_only=True):
     """One version. `anchor` is None unless this version was also published in full;
-    `anchor_version` is the newest version at or below this one that was."""
+    `anchor_version` is the newest version at or below this one that was.
+
+    A version may be served in several formats, which are committed together: the first stands in
+    the manifest itself, the others under `also`, and `view` shows one of them alone.
+    """
 
     format: Annotated[int, msgspec.Meta(ge=MANIFEST_FORMAT, le=MANIFEST_FORMAT)] = MANIFEST_FORMAT
     run_id: Name
@@ -95,6 +120,15 @@ class Manifest(_Wire, frozen=True, kw_only=True):
     issued: UnixSeconds | UnsetType = UNSET
     """When it was signed, by the publisher's clock."""
     signature: Signature | UnsetType = UNSET
+    precision_rule: Name | UnsetType = UNSET
+    """Which tensors of a quantised format stay in high precision: `farcast.formats.RULES`."""
+    also: (
+        Annotated[
+            dict[Name, ServedVersion], msgspec.Meta(min_length=1, max_length=MAX_OTHER_FORMATS)
+        ]
+        | UnsetType
+    ) = UNSET
+    """The other served formats of this version, by name."""
 
     @property
     def ref(self) -> VersionRef:
@@ -102,9 +136,55 @@ class Manifest(_Wire, frozen=True, kw_only=True):
 
     @property
     def objects(self) -> tuple[ObjectRef, ...]:
-        """Every object this manifest names, each once: the anchor's, then the deltas'."""
-        lists = [self.anchor or (), *(delta.objects for delta in self.deltas)]
+        """Every object this manifest names, each once: the anchor's, then the deltas', of every
+        served format."""
+        lists = [
+            objects
+            for view in self.views
+            for objects in (view.anchor or (), *(delta.objects for delta in view.deltas))
+        ]
         return tuple({ref.digest: ref for objects in lists for ref in objects}.values())
+
+    @property
+    def served_formats(self) -> tuple[str, ...]:
+        """The formats this version is served in, the first one first."""
+        return (self.served_format, *(() if self.also is UNSET else sorted(self.also)))
+
+    @property
+    def views(self) -> tuple["Manifest", ...]:
+        """This version in each of its formats."""
+        return tuple(map(self.view, self.served_formats))
+
+    def view(self, served_format: str) -> "Manifest":
+        """The version in one format, as if it were served in no other; not what was signed.
+
+        Raises `UnknownVersionError` when it is not served in that format.
+        """
+        if served_format == self.served_format:
+            return self if self.also is UNSET else replace(self, also=UNSET, signature=UNSET)
+        if self.also is UNSET or served_format not in self.also:
+            raise UnknownVersionError(
+                f"Version {self.version} of {self.run_id!r} is not served as "
+                f"{served_format[:60]!r}; take one of {', '.join(self.served_formats)}."
+            )
+        other = self.also[served_format]
+        fields = {name: getattr(other, name) for name in other.__struct_fields__}
+        bare = {"served_format": served_format, "also": UNSET, "signature": UNSET}
+        return replace(self, **fields, **bare)
+
+
+def joined(views: Sequence[Manifest]) -> Manifest:
+    """One manifest for the same version in several formats; the first is the manifest itself."""
+    first, *others = views
+    if not others:
+        return first
+    also = {
+        view.served_format: ServedVersion(
+            **{name: getattr(view, name) for name in ServedVersion.__struct_fields__}
+        )
+        for view in others
+    }
+    return replace(first, also=also)
 
 
 class RunRecord(_Wire, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Which versions may be removed. Pure.
 
 What stays: the newest `keep` versions, every version somebody holds (`pinned`), and all from the
-anchor below the oldest of these: so whoever has a kept version can go on to the newest, and a
-newcomer can start. What is below that anchor goes.
+anchor below the oldest of these (where versions are served in several formats, the oldest of their
+anchors): so whoever has a kept version can go on to the newest, and a newcomer can start. What is
+below that anchor goes.
 
 Worked example: versions 0 to 47, anchors at 0, 20 and 40, keep 5, one replica at 38. The newest 5
 begin at 43, the replica at 38 is older, its anchor is 20: versions 0 to 19 go.
@@ -27,5 +28,5 @@ def first_kept(manifests: Mapping[int, Manifest], keep: int, pinned: Collection[
     newest = max(manifests)
     wanted = [newest - keep + 1, *pinned]
     oldest = min((version for version in wanted if version in manifests), default=min(manifests))
-    start = manifests[oldest].anchor_version
+    start = min(view.anchor_version for view in manifests[oldest].views)
     return start if start in manifests else min(manifests)

@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from farcast.delta import Patch, TensorBits
 from farcast.errors import (
+    ConfigError,
     FarcastError,
     FormatError,
     IntegrityError,
@@ -106,6 +107,9 @@ class Archive:
     `workers` bounds the requests in flight, and so the objects in memory, of one call. With
     `trusted`, manifests and the run's record are used only if that key signed them, and through
     the digests that they name so is everything else.
+
+    With `served_format`, manifests are shown as if the run were served in that format alone, and a
+    version without it as if it were not there; nothing can be committed or removed then.
     """
 
     def __init__(
@@ -115,11 +119,13 @@ class Archive:
         *,
         workers: int = 4,
         trusted: TrustedKey | None = None,
+        served_format: str | None = None,
     ) -> None:
         self._store = store
         self._run_id = run_id
         self._workers = workers
         self._trusted = trusted
+        self._served_format = served_format
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
         self._newest: Manifest | None = None
@@ -143,6 +149,11 @@ class Archive:
         """Versions whose manifests could not be used when they were last read, and why."""
         with self._lock:
             return dict(self._damaged)
+
+    @property
+    def served_format(self) -> str | None:
+        """The one format that is looked at; None for manifests as they are."""
+        return self._served_format
 
     def __repr__(self) -> str:
         return f"Archive({self._store.url!r}, {self._run_id!r})"
@@ -235,6 +246,7 @@ class Archive:
         Raises `VersionConflictError` when another manifest holds that version. Any other error
         leaves it open whether the version is visible: commit the same manifest again to know.
         """
+        self.require_whole()
         if manifest.run_id != self._run_id:
             raise RunMismatchError(
                 f"The manifest is of run {manifest.run_id!r}, the archive of {self._run_id!r}; "
@@ -250,6 +262,14 @@ class Archive:
                 f"{held.writer!r}, not by {manifest.writer!r}; let one trainer publish to a run."
             )
         self._keep(manifest)
+
+    def require_whole(self) -> None:
+        """Raise `ConfigError` where only one served format is looked at."""
+        if self._served_format is not None:
+            raise ConfigError(
+                f"This archive shows {self._served_format!r} alone; open the run without a format "
+                "to commit or remove versions."
+            )
 
     def next_version(self, newest: Manifest | None) -> int:
         """The first number that nothing is known to hold, given the newest version that can be
@@ -384,6 +404,8 @@ class Archive:
         except UNUSABLE as error:
             self._note_damage(version, error)
             raise
+        if self._served_format is not None:
+            manifest = manifest.view(self._served_format)
         self._keep(manifest)
         return manifest
 

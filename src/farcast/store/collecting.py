@@ -62,6 +62,7 @@ def find_garbage(
     archive: Archive, *, keep: int, pinned: Collection[int] = (), grace: float = GRACE
 ) -> Garbage:
     """What may go while the newest `keep` versions and the `pinned` ones stay usable."""
+    archive.require_whole()
     versions = _versions(archive)
     manifests = {version: archive.manifest(version) for version in versions}
     start = first_kept(manifests, keep, pinned)
