@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from farcast.errors import ConfigError
+from farcast.fleet.connecting import Reach
 from farcast.fleet.replica_process import Followed, follow
 from farcast.fleet.signals import StopRequest
 from farcast.lineage import RunRecord
@@ -29,7 +30,9 @@ def url(tmp_path: Path) -> str:
 
 
 def once(url: str, folder: Path, *, overwrite: bool = False) -> Followed:
-    return follow(url, folder, "r1", once=True, link=None, overwrite=overwrite, stop=StopRequest())
+    return follow(
+        Reach(store_url=url), folder, "r1", once=True, overwrite=overwrite, stop=StopRequest()
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ import pytest
 
 from farcast.errors import StoreUnavailableError, VersionConflictError
 from farcast.fleet import heartbeat, reporting, watching
+from farcast.fleet.connecting import ReplicaStore
 from farcast.fleet.heartbeat import Heartbeat
 from farcast.fleet.records import Receipt, ReplicaRecord
 from farcast.fleet.registry import Registry
@@ -40,8 +41,12 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def test_the_record_tells_what_happened() -> None:
     now = [100.0]
-    registry = Registry(open_store("memory://"))
-    reporter = ReplicaReporter(registry, "r1", bytes_fetched=lambda: 77, clock=lambda: now[0])
+    store = open_store("memory://")
+    registry = Registry(store)
+    store.put("objects/x", b"x" * 77)
+    read = ReplicaStore(store)
+    read.get("objects/x", max_bytes=77)
+    reporter = ReplicaReporter(registry, "r1", traffic=read, clock=lambda: now[0])
     assert reporter.record().version == -1
     with reporter:
         reporter.state("serving")

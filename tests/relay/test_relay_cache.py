@@ -35,9 +35,9 @@ def test_the_one_unused_for_longest_goes_first(tmp_path: Path) -> None:
     assert cache.keep(NAMES[3], ITEMS[NAMES[3]])
     assert files(tmp_path) == sorted([NAMES[0], NAMES[2], NAMES[3]])
     assert content(cache, NAMES[1]) is None
-    assert (cache.bytes, len(cache), cache.evicted) == (3000, 3, 1)
+    assert (cache.held_bytes, len(cache), cache.evicted) == (3000, 3, 1)
     assert cache.keep(NAMES[0], ITEMS[NAMES[0]])  # again
-    assert cache.bytes == 3000
+    assert cache.held_bytes == 3000
 
 
 def test_names_and_their_order_outlive_the_process(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_names_and_their_order_outlive_the_process(tmp_path: Path) -> None:
     (tmp_path / "objects" / NAMES[5][:2]).mkdir(exist_ok=True)
     (tmp_path / "objects" / NAMES[5][:2] / NAMES[5]).symlink_to("/etc/hostname")
     again = ObjectCache(tmp_path, 2000)
-    assert again.bytes == 2000
+    assert again.held_bytes == 2000
     assert content(again, NAMES[0]) == ITEMS[NAMES[0]]
     assert content(again, NAMES[3]) == ITEMS[NAMES[3]]
     assert content(again, NAMES[5]) is None
@@ -111,7 +111,7 @@ def test_what_somebody_else_removed_is_not_there(tmp_path: Path) -> None:
     cache.keep(NAMES[0], ITEMS[NAMES[0]])
     (tmp_path / "objects" / NAMES[0][:2] / NAMES[0]).unlink()
     assert content(cache, NAMES[0]) is None
-    assert (cache.bytes, len(cache)) == (0, 0)
+    assert (cache.held_bytes, len(cache)) == (0, 0)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -7,17 +7,18 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import typer
 
-from farcast.config import ObjectiveName, OptimizerName, RunConfig
+from farcast.config import ObjectiveName, OptimizerName, RunConfig, parse_link
 from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.presets import run_config
 
 if TYPE_CHECKING:
+    from farcast.fleet.connecting import Reach
     from farcast.lineage import TrustedKey
 
 Store = Annotated[
@@ -79,6 +80,22 @@ Expired = Annotated[
         help="With --trusted-key, when nothing signed says that the newest version is recent: "
         "refuse newer ones, or warn.",
     ),
+]
+Relay = Annotated[
+    str | None,
+    typer.Option(
+        "--relay",
+        metavar="URL",
+        help="Read objects from this relay (see farcast relay), and from the store if it fails.",
+    ),
+]
+RelayTokenFile = Annotated[
+    Path | None,
+    typer.Option("--relay-token-file", metavar="FILE", help="The relay's token, in a file."),
+]
+RelayTokenEnv = Annotated[
+    str | None,
+    typer.Option("--relay-token-env", metavar="NAME", help="Or in this environment variable."),
 ]
 SigningKeyFile = Annotated[
     Path | None,
@@ -156,6 +173,54 @@ def require_same(context: typer.Context, config: RunConfig) -> None:
                 f"The run was started with --{name} {value}, not {told}; leave the option out, or "
                 "start a new run."
             )
+
+
+class ReachOptions(NamedTuple):
+    """What a command line says of how a replica reaches its run."""
+
+    store: str
+    link: str | None
+    relay: str | None
+    relay_token_file: Path | None
+    relay_token_env: str | None
+    trusted_key: Path | None
+    expired: Literal["refuse", "warn"] = "refuse"
+
+    def read(self) -> "Reach":
+        """Raises `ConfigError` for what cannot be meant, before anything is begun."""
+        from farcast.fleet.connecting import Reach
+        from farcast.gateway.tokens import read_token
+        from farcast.store.relayed import RelayAddress
+
+        relay = None
+        if self.relay is not None:
+            token = read_token(self.relay_token_file, self.relay_token_env, what="relay token")
+            relay = RelayAddress(url=self.relay, authorization=token.header())
+        elif self.relay_token_file is not None or self.relay_token_env is not None:
+            raise ConfigError("A relay's token goes with --relay URL.")
+        return Reach(
+            store_url=self.store,
+            link=None if self.link is None else parse_link(self.link),
+            relay=relay,
+            trusted=trusted_key(self.trusted_key),
+            on_expiry=self.expired,
+        )
+
+    def arguments(self) -> tuple[str, ...]:
+        """The same for a process that is started elsewhere; a token is named and not shown."""
+        told = {
+            "--link": self.link,
+            "--relay": self.relay,
+            "--relay-token-file": _whole(self.relay_token_file),
+            "--relay-token-env": self.relay_token_env,
+            "--trusted-key": _whole(self.trusted_key),
+            "--expired": None if self.trusted_key is None else self.expired,
+        }
+        return tuple(word for name, value in told.items() if value for word in (name, value))
+
+
+def _whole(path: Path | None) -> str | None:
+    return None if path is None else str(path.expanduser().absolute())
 
 
 def trusted_key(file: Path | None) -> "TrustedKey | None":

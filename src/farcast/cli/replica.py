@@ -6,17 +6,28 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from farcast.cli import options
-from farcast.config import LinkConfig, parse_link
 from farcast.errors import ConfigError
 
 if TYPE_CHECKING:
+    from farcast.fleet.connecting import Reach
     from farcast.gateway.sidecar_options import SidecarOptions
-    from farcast.lineage import TrustedKey
-    from farcast.replica.freshness import OnExpiry
 
 _ENGINE = "Before an engine"
 _HTTP = "Listener"
 
+Folder = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="DIR", help="Checkpoint folder (Hugging Face layout)."),
+]
+Id = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="This replica's name. [default: host and process]"),
+]
+Once = Annotated[bool, typer.Option("--once", help="Go to the newest version and end.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Take a folder that holds another model or other files."),
+]
 Engine = Annotated[
     Literal["vllm", "sglang", "http"] | None,
     typer.Option(
@@ -113,20 +124,14 @@ TokenEnv = Annotated[
 
 def replica(
     store: options.Store,
-    dir: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="Checkpoint folder (Hugging Face layout)."),
-    ] = None,
-    id: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="This replica's name. [default: host and process]"),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Go to the newest version and end.")] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Take a folder that holds another model or other files."),
-    ] = False,
+    dir: Folder = None,
+    id: Id = None,
+    once: Once = False,
+    overwrite: Overwrite = False,
     link: options.Link = None,
+    relay: options.Relay = None,
+    relay_token_file: options.RelayTokenFile = None,
+    relay_token_env: options.RelayTokenEnv = None,
     trusted_key: options.TrustedKeyFile = None,
     expired: options.Expired = "refuse",
     json: options.Json = None,
@@ -167,22 +172,13 @@ def replica(
     ```
     """
     options.check_writable(json)
-    settings = parse_link(link) if link is not None else None
     if (dir is None) == (engine is None):
         raise ConfigError("Say --dir DIR to keep a folder, or --engine KIND to serve an engine.")
+    reach = options.ReachOptions(
+        store, link, relay, relay_token_file, relay_token_env, trusted_key, expired
+    ).read()
     if dir is not None:
-        _follow(
-            store,
-            dir,
-            id,
-            once=once,
-            overwrite=overwrite,
-            link=settings,
-            trusted=options.trusted_key(trusted_key),
-            expired=expired,
-            json=json,
-            tied=tied,
-        )
+        _follow(reach, dir, id, once=once, overwrite=overwrite, json=json, tied=tied)
         return
     if once or json is not None:
         raise ConfigError("--once and --json go with --dir; ask /ready or /metrics of an engine.")
@@ -197,7 +193,7 @@ def replica(
         kind=engine,
         engine_url=engine_url,
         model=model,
-        store_url=store,
+        reach=reach,
         replica_id=id or default_id(),
         token=read_token(token_file, token_env),
         engine_token=None if engine_token_env is None else read_secret(engine_token_env),
@@ -210,9 +206,6 @@ def replica(
         drain_seconds=drain_seconds,
         engine_seconds=engine_seconds,
         scratch=scratch,
-        link=settings,
-        trusted=options.trusted_key(trusted_key),
-        on_expiry=expired,
     )
     _serve(told, tied=tied)
 
@@ -232,15 +225,12 @@ def _serve(told: "SidecarOptions", *, tied: bool) -> None:
 
 
 def _follow(
-    store: str,
+    reach: "Reach",
     folder: Path,
     id: str | None,
     *,
     once: bool,
     overwrite: bool,
-    link: LinkConfig | None,
-    trusted: "TrustedKey | None",
-    expired: "OnExpiry",
     json: Path | None,
     tied: bool,
 ) -> None:
@@ -253,15 +243,5 @@ def _follow(
         if tied:
             leave_with_parent()
         name = id or default_id()
-        result = follow(
-            store,
-            folder,
-            name,
-            once=once,
-            link=link,
-            overwrite=overwrite,
-            stop=stop,
-            trusted=trusted,
-            on_expiry=expired,
-        )
+        result = follow(reach, folder, name, once=once, overwrite=overwrite, stop=stop)
     options.write_json(json, result)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from farcast.cli import options
-from farcast.config import parse_link
 from farcast.errors import ConfigError
 from farcast.types import NAME_PATTERN
 
@@ -33,7 +32,11 @@ def up(
         ),
     ] = None,
     link: options.Link = None,
+    relay: options.Relay = None,
+    relay_token_file: options.RelayTokenFile = None,
+    relay_token_env: options.RelayTokenEnv = None,
     trusted_key: options.TrustedKeyFile = None,
+    expired: options.Expired = "refuse",
     logs: Annotated[
         Path, typer.Option(metavar="DIR", help="What local workers say goes here.")
     ] = Path("runs/up"),
@@ -65,9 +68,10 @@ def up(
     ```
     """
     options.check_writable(json)
-    if link is not None:
-        parse_link(link)
-    options.trusted_key(trusted_key)  # found wrong here, and not by each worker
+    told = options.ReachOptions(
+        store, link, relay, relay_token_file, relay_token_env, trusted_key, expired
+    )
+    told.read()  # found wrong here, and not by each worker
     prefix = f"{_host() if name is None else name}-"
     if NAME_PATTERN.fullmatch(f"{prefix}4096") is None:
         raise ConfigError(
@@ -90,10 +94,7 @@ def up(
             limits,
             prefix=prefix,
             logs=logs,
-            more=(
-                *(() if link is None else ("--link", link)),
-                *(() if trusted_key is None else ("--trusted-key", str(trusted_key.absolute()))),
-            ),
+            more=told.arguments(),
             stop=stop,
             tell=say,
         )

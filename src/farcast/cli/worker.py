@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from farcast.cli import options
-from farcast.config import parse_link
 
 
 def worker(
@@ -16,6 +15,9 @@ def worker(
         typer.Option(metavar="NAME", help="This worker's name in the run. [default: host and pid]"),
     ] = None,
     link: options.Link = None,
+    relay: options.Relay = None,
+    relay_token_file: options.RelayTokenFile = None,
+    relay_token_env: options.RelayTokenEnv = None,
     trusted_key: options.TrustedKeyFile = None,
     expired: options.Expired = "refuse",
     assets: Annotated[
@@ -37,8 +39,9 @@ def worker(
     farcast worker --store runs/demo/store --link 100mbit,80ms
     ```
     """
-    settings = parse_link(link) if link is not None else None
-    trusted = options.trusted_key(trusted_key)
+    reach = options.ReachOptions(
+        store, link, relay, relay_token_file, relay_token_env, trusted_key, expired
+    ).read()
 
     from farcast.fleet.launcher import leave_with_parent
     from farcast.fleet.reporting import default_id
@@ -48,13 +51,4 @@ def worker(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        run_worker(
-            store,
-            id or default_id(),
-            link=settings,
-            folder=assets,
-            from_step=from_step,
-            stop=stop,
-            trusted=trusted,
-            on_expiry=expired,
-        )
+        run_worker(reach, id or default_id(), folder=assets, from_step=from_step, stop=stop)

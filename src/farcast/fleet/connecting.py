@@ -1,17 +1,20 @@
-"""How a replica reaches the store: counted, behind an emulated link, with a relay nearby."""
+"""How a replica reaches its run: the store, counted, with a relay nearby; and whom it believes."""
+
+from dataclasses import dataclass
 
 from farcast.config import LinkConfig
 from farcast.fleet.saying import say
+from farcast.lineage import TrustedKey
+from farcast.replica.freshness import OnExpiry
 from farcast.store import CountingStore, LinkedStore, Store, open_store
 from farcast.store.relayed import RelayAddress, RelayedStore
 
 
 class ReplicaStore(CountingStore):
-    """All that a replica reads, wherever it comes from, is counted; `bytes_relayed` of it came
-    from the relay."""
+    """Counts all that a replica reads; `bytes_relayed` of it came from the relay."""
 
-    def __init__(self, store: Store, address: RelayAddress | None = None) -> None:
-        self._relayed = None if address is None else RelayedStore(store, address, tell=say)
+    def __init__(self, store: Store, relay: RelayAddress | None = None) -> None:
+        self._relayed = None if relay is None else RelayedStore(store, relay, tell=say)
         super().__init__(store if self._relayed is None else self._relayed)
 
     @property
@@ -19,9 +22,22 @@ class ReplicaStore(CountingStore):
         return 0 if self._relayed is None else self._relayed.bytes_relayed
 
 
-def connect(
-    store_url: str, link: LinkConfig | None, relay: RelayAddress | None = None
-) -> ReplicaStore:
-    """The store as seen from a replica. The relay is on this side of the link."""
-    store = open_store(store_url)
-    return ReplicaStore(store if link is None else LinkedStore(store, link), relay)
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What every kind of replica is told about its run.
+
+    `link` is an emulated one, and `relay` stands on the replica's side of it. With `trusted` only
+    versions that this key signed are taken.
+    """
+
+    store_url: str
+    link: LinkConfig | None = None
+    relay: RelayAddress | None = None
+    trusted: TrustedKey | None = None
+    on_expiry: OnExpiry = "refuse"
+
+    def open(self) -> ReplicaStore:
+        store = open_store(self.store_url)
+        return ReplicaStore(
+            store if self.link is None else LinkedStore(store, self.link), self.relay
+        )

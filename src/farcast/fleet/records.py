@@ -58,6 +58,9 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     unread: Count = 0
     """Groups of its that the trainer has yet to read."""
     bytes_fetched: Count = 0
+    """All that it read, wherever it came from."""
+    bytes_relayed: Count = 0
+    """Of these, what a relay gave: the rest crossed the line to the store."""
     bytes_full: Count = 0
     """What full copies of the same versions would have moved."""
     commits: Count = 0

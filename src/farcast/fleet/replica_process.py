@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 
-from farcast.config import LinkConfig
 from farcast.errors import (
     ConfigError,
     FormatError,
@@ -17,15 +16,13 @@ from farcast.errors import (
     UnknownVersionError,
 )
 from farcast.fleet.assets import fetch_assets
+from farcast.fleet.connecting import Reach
 from farcast.fleet.finding import open_archive
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
-from farcast.lineage import TrustedKey
 from farcast.replica import CheckpointDirectory, Subscriber, SyncStats
-from farcast.replica.freshness import OnExpiry
-from farcast.store import CountingStore, LinkedStore, open_store
 from farcast.store.archive import Archive
 from farcast.types import VersionRef
 
@@ -45,30 +42,15 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def connect(store_url: str, link: LinkConfig | None) -> CountingStore:
-    """The store as seen from a replica: counted, and behind the emulated link if there is one."""
-    store = open_store(store_url)
-    return CountingStore(store if link is None else LinkedStore(store, link))
-
-
 def follow(
-    store_url: str,
-    folder: Path,
-    replica_id: str,
-    *,
-    once: bool,
-    link: LinkConfig | None,
-    overwrite: bool,
-    stop: StopRequest,
-    trusted: TrustedKey | None = None,
-    on_expiry: OnExpiry = "refuse",
+    reach: Reach, folder: Path, replica_id: str, *, once: bool, overwrite: bool, stop: StopRequest
 ) -> Followed:
     """Bring `folder` to the newest version, and keep it there until the trainer is done.
 
     Without `overwrite` a folder that holds anything else is refused before it is touched.
     """
-    store = connect(store_url, link)
-    archive = open_archive(store, trusted)
+    store = reach.open()
+    archive = open_archive(store, reach.trusted)
     registry = Registry(store)
     if not overwrite:
         _require_own(folder, archive)
@@ -76,16 +58,13 @@ def follow(
         store,
         archive.run_id,
         CheckpointDirectory(folder),
-        trusted_key=trusted,
-        on_expiry=on_expiry,
+        trusted_key=reach.trusted,
+        on_expiry=reach.on_expiry,
     )
     fetch_assets(archive, archive.open_run().assets, folder)
 
-    def fetched() -> int:
-        return store.traffic.bytes_down
-
     told: list[str] = []
-    with ReplicaReporter(registry, replica_id, bytes_fetched=fetched) as reporter:
+    with ReplicaReporter(registry, replica_id, traffic=store) as reporter:
         if once:
             _step(subscriber, reporter)
         while not once and not stop.requested:

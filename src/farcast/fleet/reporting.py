@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from farcast.errors import StoreUnavailableError
+from farcast.fleet.connecting import ReplicaStore
 from farcast.fleet.records import Receipt, ReplicaRecord
 from farcast.fleet.registry import Registry
 from farcast.types import VersionRef
@@ -37,13 +38,13 @@ class ReplicaReporter:
         registry: Registry,
         replica_id: str,
         *,
-        bytes_fetched: Callable[[], int] = lambda: 0,
+        traffic: ReplicaStore | None = None,
         clock: Callable[[], float] = time.time,
         url: str = "",
     ) -> None:
         self._registry = registry
         self._id = replica_id
-        self._bytes_fetched = bytes_fetched
+        self._store = traffic
         self._clock = clock
         self._url = url
         self._lock = threading.Lock()
@@ -139,7 +140,8 @@ class ReplicaReporter:
                 trajectories=self._trajectories,
                 waiting_seconds=self._waiting_seconds,
                 unread=self._unread,
-                bytes_fetched=self._bytes_fetched(),
+                bytes_fetched=0 if self._store is None else self._store.traffic.bytes_down,
+                bytes_relayed=0 if self._store is None else self._store.bytes_relayed,
                 bytes_full=self._bytes_full,
                 commits=self._commits,
                 commit_seconds=self._commit_seconds,

@@ -9,6 +9,7 @@ from farcast.engines.chat import ChatCodec
 from farcast.engines.following import Commit
 from farcast.engines.modules import empty_module
 from farcast.engines.transformers_engine import TransformersEngine
+from farcast.fleet.connecting import ReplicaStore
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.saying import say
@@ -19,7 +20,6 @@ from farcast.replica import Subscriber
 from farcast.replica.freshness import OnExpiry
 from farcast.replica.widened import WidenedModule
 from farcast.rollout import Worker, WorkerCounters, make_environment
-from farcast.store import CountingStore
 from farcast.trajectory import TrajectorySender
 
 ENGINE_NAME = "transformers"
@@ -31,7 +31,7 @@ class Sampler:
 
     def __init__(
         self,
-        store: CountingStore,
+        store: ReplicaStore,
         config: RunConfig,
         name: str,
         *,
@@ -53,7 +53,7 @@ class Sampler:
         """Follow the run and sample until its trainer is done or `stop` is requested."""
         registry = Registry(self._store)
         with (
-            ReplicaReporter(registry, self._name, bytes_fetched=self._fetched) as reporter,
+            ReplicaReporter(registry, self._name, traffic=self._store) as reporter,
             TrainerWatch(registry, self._name) as trainer,
         ):
             engine = self._engine(reporter)
@@ -65,9 +65,6 @@ class Sampler:
                 engine.close()
             engine.check()
         say(f"left with {counters.trajectories} trajectories sent, {counters.tokens} tokens")
-
-    def _fetched(self) -> int:
-        return self._store.traffic.bytes_down
 
     def _engine(self, reporter: ReplicaReporter) -> TransformersEngine:
         return TransformersEngine(

@@ -11,17 +11,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from farcast.config import STORE_PATIENCE, LinkConfig, RunConfig, decode_config
+from farcast.config import STORE_PATIENCE, RunConfig, decode_config
 from farcast.errors import ConfigError, StoreUnavailableError
 from farcast.fleet.assets import fetch_assets
+from farcast.fleet.connecting import Reach
 from farcast.fleet.finding import run_in
 from farcast.fleet.registry import Registry
-from farcast.fleet.replica_process import connect
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.fleet.watching import TrainerWatch
-from farcast.lineage import RUN_KEY, RunRecord, TrustedKey
-from farcast.replica.freshness import OnExpiry
+from farcast.lineage import RUN_KEY, RunRecord
 from farcast.store import CountingStore, PatientStore, Store
 from farcast.store.archive import Archive
 from farcast.types import NAME_PATTERN
@@ -31,17 +30,9 @@ HOLD_SECONDS = 0.25
 
 
 def run_worker(
-    store_url: str,
-    worker_id: str,
-    *,
-    link: LinkConfig | None,
-    folder: Path | None,
-    from_step: int,
-    stop: StopRequest,
-    trusted: TrustedKey | None = None,
-    on_expiry: OnExpiry = "refuse",
+    reach: Reach, worker_id: str, *, folder: Path | None, from_step: int, stop: StopRequest
 ) -> None:
-    """Sample for the run in `store_url` until its trainer is done or `stop` is requested.
+    """Sample for the run that `reach` leads to until its trainer is done or `stop` is requested.
 
     `folder` keeps the model's small files (None: a temporary one). With `from_step` everything
     is made ready, and the replica joins once the trainer has taken that many steps.
@@ -51,14 +42,14 @@ def run_worker(
             f"{worker_id[:60]!r} is no worker's name; use 1 to 128 letters, digits, '.', '_' "
             "or '-', beginning with a letter or digit."
         )
-    store = connect(store_url, link)
+    store = reach.open()
     # Until it follows the run it waits out what it will later sample through.
     patient = PatientStore(store, STORE_PATIENCE, wait=stop.wait, tell=say)
     record = _wait_for_run(patient, stop)
     if record is None:
         return
-    if trusted is not None:
-        trusted.check(record, RUN_KEY)
+    if reach.trusted is not None:
+        reach.trusted.check(record, RUN_KEY)
     config = decode_config(record.settings.encode(), RunConfig)
 
     with _assets(folder) as assets:
@@ -66,7 +57,12 @@ def run_worker(
 
         fetch_assets(Archive(patient, record.run_id), record.assets, assets)
         sampler = Sampler(
-            store, config, worker_id, folder=assets, trusted=trusted, on_expiry=on_expiry
+            store,
+            config,
+            worker_id,
+            folder=assets,
+            trusted=reach.trusted,
+            on_expiry=reach.on_expiry,
         )
         if _wait_for_step(store, worker_id, from_step, stop):
             sampler.run(stop)

@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from farcast.config import LinkConfig
 from farcast.engines.admission import Mode
+from farcast.fleet.connecting import Reach
 from farcast.gateway.routes import EngineKind
 from farcast.gateway.tokens import Token
-from farcast.lineage import TrustedKey
-from farcast.replica.freshness import OnExpiry
 
 Caches = Literal["salt", "flush"]
 """How cached prefixes are kept from crossing versions: each request is salted with its version,
@@ -23,7 +21,7 @@ class SidecarOptions:
     kind: EngineKind
     engine_url: str
     model: Path
-    store_url: str
+    reach: Reach
     replica_id: str
     token: Token
     engine_token: str | None = None
@@ -37,6 +35,3 @@ class SidecarOptions:
     engine_seconds: float = 600.0
     poll_seconds: float = 1.0
     scratch: Path | None = None
-    link: LinkConfig | None = None
-    trusted: TrustedKey | None = None
-    on_expiry: OnExpiry = "refuse"

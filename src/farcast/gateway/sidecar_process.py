@@ -18,9 +18,9 @@ import uvloop
 from farcast.engines.admission import AdmissionGate
 from farcast.engines.following import Commit, Follower
 from farcast.errors import ConfigError, EngineUnreachableError
+from farcast.fleet.connecting import ReplicaStore
 from farcast.fleet.finding import open_archive
 from farcast.fleet.registry import Registry
-from farcast.fleet.replica_process import connect
 from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
@@ -33,7 +33,6 @@ from farcast.gateway.sidecar import Sidecar
 from farcast.gateway.sidecar_options import SidecarOptions
 from farcast.gateway.upstream import Upstream
 from farcast.replica import Subscriber
-from farcast.store import CountingStore
 
 LOOK_SECONDS = 0.2
 
@@ -46,8 +45,8 @@ def serve_replica(options: SidecarOptions, stop: StopRequest) -> None:
     """Serve until `stop` is requested, then let those in flight finish."""
     if options.host in ("0.0.0.0", "::", "") and options.advertise is None:
         raise ConfigError("Say with --advertise URL under which address others reach this replica.")
-    store = connect(options.store_url, options.link)
-    run_id = open_archive(store, options.trusted).run_id
+    store = options.reach.open()
+    run_id = open_archive(store, options.reach.trusted).run_id
     backend = open_backend(
         options.kind,
         options.engine_url,
@@ -60,8 +59,8 @@ def serve_replica(options: SidecarOptions, stop: StopRequest) -> None:
         store,
         run_id,
         backend.target,
-        trusted_key=options.trusted,
-        on_expiry=options.on_expiry,
+        trusted_key=options.reach.trusted,
+        on_expiry=options.reach.on_expiry,
     )
     sys.setswitchinterval(SWITCH_SECONDS)
     settle_memory()
@@ -75,7 +74,7 @@ class _Process:
     def __init__(
         self,
         options: SidecarOptions,
-        store: CountingStore,
+        store: ReplicaStore,
         backend: Backend,
         subscriber: Subscriber,
     ) -> None:
@@ -130,7 +129,7 @@ class _Process:
         with ReplicaReporter(
             Registry(self._store),
             options.replica_id,
-            bytes_fetched=lambda: self._store.traffic.bytes_down,
+            traffic=self._store,
             url=url,
         ) as self._reporter:
             watching = asyncio.ensure_future(watch.run())

@@ -62,7 +62,7 @@ class ObjectCache:
         self._take_in()
 
     @property
-    def bytes(self) -> int:
+    def held_bytes(self) -> int:
         with self._lock:
             return self._bytes
 
@@ -101,7 +101,7 @@ class ObjectCache:
                 self.trouble = os.strerror(error.errno or 0)
                 return False
             # Others use this disk too: give back as much as this needs, and try once more.
-            self._make_room(self.bytes - len(data))
+            self._make_room(self.held_bytes - len(data))
             try:
                 self._write(path, data)
             except OSError as again:

@@ -9,7 +9,7 @@ import uvloop
 
 from farcast.config import LinkConfig
 from farcast.fleet.claim import claimed
-from farcast.fleet.connecting import connect
+from farcast.fleet.connecting import Reach
 from farcast.fleet.finding import run_in
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
@@ -43,7 +43,7 @@ class RelayOptions:
 
 def serve_relay(options: RelayOptions, stop: StopRequest) -> None:
     """Serve until `stop` is requested, then let those in flight finish."""
-    store = connect(options.store_url, options.link)
+    store = Reach(store_url=options.store_url, link=options.link).open()
     if run_in(store) is None:
         say(f"there is no run in {store.url} yet")
     check_folder(options.folder)
@@ -99,6 +99,6 @@ def _show(traffic: Traffic, tally: Tally, cache: ObjectCache, fetcher: Fetcher) 
     count("farcast_relay_unkept", "Passed on without being kept.", lambda: tally.unkept)
     count("farcast_relay_damaged", "Found damaged on the disk.", lambda: tally.damaged)
     count("farcast_relay_evicted", "Gone for others.", lambda: cache.evicted)
-    gauge("farcast_relay_bytes", "Bytes on the disk.", lambda: float(cache.bytes))
+    gauge("farcast_relay_bytes", "Bytes on the disk.", lambda: float(cache.held_bytes))
     gauge("farcast_relay_objects", "Objects on the disk.", lambda: float(len(cache)))
     gauge("farcast_relay_flights", "Reads under way.", lambda: float(fetcher.under_way))
