@@ -9,6 +9,8 @@ peers share are published one after the other, over the same line to the same re
     limit      bytes / bandwidth + 4 round trips + half a poll interval; each replica fetches by
                itself, so the bytes of all of them count, for every coding alike
 
+Replicas hold the version before, their connections are open, and their kernels are loaded.
+
 A full copy takes minutes to hours on such a line: a measured part of it is scaled by its bytes.
 """
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from farcast.bench.wan import WanReport, medians
 from farcast.bench.wan_ways import WAYS
@@ -45,6 +46,9 @@ def _bars(
 ) -> None:
     axis.set_title(heading, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=10)
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="x", color=_FAINT, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

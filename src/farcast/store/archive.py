@@ -22,6 +22,7 @@ Refuses to decide what to do about an error, to delete anything, and to retry wh
 already retries.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -221,6 +222,8 @@ class Archive:
         try:
             return plan(have, want, self._lineage(have, want))
         except UnknownVersionError:
+            with contextlib.suppress(UnknownVersionError):  # an older anchor may do
+                return plan(have, want, _Lineage(self))
             damage = self.damage_between(have, want)
             if damage is not None:
                 raise damage from None
@@ -473,17 +476,22 @@ class Archive:
             return self._newest
 
     def _lineage(self, have: VersionRef | None, want: VersionRef) -> Mapping[int, Manifest]:
-        """The manifests to plan with: all that matter, or over a long way those along it."""
+        """The manifests to plan with: all that matter, or over a long way those along it.
+
+        Older ones than the anchor and what is at hand do not matter: every path through them
+        would begin with an older anchor and be longer. Looking at them takes a request for each.
+        """
         target = self.manifest(want.version)
-        nearest = target.anchor_version
+        first = nearest = target.anchor_version
         if have is not None and have.version < target.version:
-            nearest = max(nearest, have.version + 1)
+            # Deltas past a newer anchor are cheaper as long as they are smaller than it.
+            first, nearest = min(first, have.version), have.version + 1
         if target.version - nearest > EXACT_SPAN:
             strides = self._strides(have, target)
             if strides is not None:
                 return strides
         self._prefetch(nearest, target.version)
-        return _Lineage(self)
+        return _Lineage(self, first)
 
     def _strides(self, have: VersionRef | None, target: Manifest) -> dict[int, Manifest] | None:
         """Manifests along the longest deltas down to the anchor, and to `have`; None if the
@@ -521,12 +529,15 @@ class Archive:
 
 
 class _Lineage(Mapping[int, Manifest]):
-    """An archive as the mapping that `plan` reads from."""
+    """An archive, from the version `first` on, as the mapping that `plan` reads from."""
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: Archive, first: int = 0) -> None:
         self._archive = archive
+        self._first = first
 
     def __getitem__(self, version: int) -> Manifest:
+        if version < self._first:
+            raise KeyError(version)
         try:
             return self._archive.manifest(version)
         except (UnknownVersionError, *UNUSABLE):  # the archive has noted what is wrong
