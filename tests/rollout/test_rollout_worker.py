@@ -14,7 +14,7 @@ from farcast.errors import (
     TargetUncertainError,
     TrajectoryTooLargeError,
 )
-from farcast.rollout import Episode, Letters, Score, Task, Worker, WorkerCounters
+from farcast.rollout import Episode, Letters, Score, SingleTurn, Task, Worker, WorkerCounters
 from farcast.rollout import worker as worker_module
 from farcast.store.memory import MemoryStore
 from farcast.store.testing import Fail, FaultStore, LoseReply, Rule
@@ -159,7 +159,7 @@ def test_an_aborted_member_says_so() -> None:
     assert [(t.finish_reason, t.reward) for t in world.arrived()][1] == ("aborted", 0.0)
 
 
-class Failing:
+class Failing(SingleTurn):
     """Cannot score, or scores with what is no number."""
 
     name = "failing"

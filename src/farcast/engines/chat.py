@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from farcast.config import TaskConfig
 from farcast.errors import ConfigError
+
+_SAID = "\x00said\x00"
+"""Stands for what the model said while the template around it is looked at. No text of a
+template or a tokenizer has it."""
 
 
 class ChatCodec:
@@ -55,6 +59,31 @@ class ChatCodec:
             turns, tokenize=False, add_generation_prompt=True
         )
         ids = self._tokenizer(prompt + self._prefix, add_special_tokens=False)["input_ids"]
+        return tuple(int(token) for token in ids)
+
+    def encode_reply(
+        self, text: str, role: Literal["observation", "user", "feedback"]
+    ) -> Sequence[int]:
+        """What stands between a model's turn, which ended with its end token, and its next one.
+        Observations are a tool's where the template knows of tools, else the user's."""
+        tools = role == "observation" and "tool" in self._tokenizer.chat_template
+        turns = [
+            *self._system,
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": _SAID},
+            {"role": "tool" if tools else "user", "content": text},
+        ]
+        chat = self._tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True
+        )
+        _, found, tail = chat.partition(_SAID)
+        if not found:
+            raise ConfigError(
+                "The tokenizer's chat template drops what the model said before; it is no use "
+                "for episodes of several turns."
+            )
+        tail = tail.removeprefix(self._tokenizer.eos_token) + self._prefix
+        ids = self._tokenizer(tail, add_special_tokens=False)["input_ids"]
         return tuple(int(token) for token in ids)
 
     def decode(self, ids: Sequence[int]) -> str:

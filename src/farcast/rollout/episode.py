@@ -7,10 +7,14 @@ already, and raises otherwise.
 """
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from farcast.engines.base import Completion
 from farcast.errors import FormatError
-from farcast.trajectory import Role, Turn
+from farcast.trajectory import Role, RoutedExperts, Trajectory, Turn
 from farcast.types import PolicySpan
 
 
@@ -23,6 +27,19 @@ class Episode:
         self.loss_mask: list[bool] = []
         self.spans: list[PolicySpan] = []
         self.turns: list[Turn] = []
+        self._experts: NDArray[Any] | None = None
+
+    def trajectory(self, **about: Any) -> Trajectory:
+        """The record of this episode; `about` has the fields that are no columns."""
+        return Trajectory(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            loss_mask=tuple(self.loss_mask),
+            spans=tuple(self.spans),
+            turns=tuple(self.turns),
+            experts=None if self._experts is None else RoutedExperts.of(self._experts),
+            **about,
+        )
 
     def show(
         self, ids: Sequence[int], role: Role, *, started: float = 0.0, ended: float = 0.0
@@ -54,10 +71,11 @@ class Episode:
         *,
         started: float = 0.0,
         ended: float = 0.0,
+        feedback: str = "",
     ) -> None:
         """Append what the model wrote; its spans move into the trajectory's coordinates."""
         start, count = len(self.token_ids), len(completion.token_ids)
-        self._turn(role, count, started, ended)
+        self._turn(role, count, started, ended, feedback)
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.loss_mask += [True] * count
@@ -65,8 +83,28 @@ class Episode:
             PolicySpan(start + s.start, start + s.end, s.version, s.root) for s in completion.spans
         ]
 
-    def _turn(self, role: Role, count: int, started: float, ended: float) -> None:
+    def routed(self, experts: NDArray[Any]) -> None:
+        """Note the experts of the first tokens, unsigned integers [tokens, layers, top_k] of one
+        or two bytes. What is known of a token already stays: it was routed so when it was written,
+        and a later turn only reads it again. What does not fit ends the record of it."""
+        held = self._experts
+        if held is None:
+            self._experts = experts[: len(self.token_ids)]
+        elif (held.shape[1:], held.dtype) == (experts.shape[1:], experts.dtype):
+            more = experts[len(held) : len(self.token_ids)]
+            self._experts = np.concatenate([held, more])
+
+    def _turn(
+        self, role: Role, count: int, started: float, ended: float, feedback: str = ""
+    ) -> None:
         start = len(self.token_ids)
         self.turns.append(
-            Turn(role=role, start=start, end=start + count, started=started, ended=ended)
+            Turn(
+                role=role,
+                start=start,
+                end=start + count,
+                started=started,
+                ended=ended,
+                feedback=feedback,
+            )
         )

@@ -2,7 +2,7 @@
 
 import re
 
-from farcast.rollout.environment import Environment, Score, Task
+from farcast.rollout.environment import Score, SingleTurn, Task
 
 _INTEGER = re.compile(r"-?\d+")
 
@@ -16,11 +16,11 @@ def last_integer(text: str) -> str:
     return found[-1] if found else ""
 
 
-class LastInteger:
+class LastInteger(SingleTurn):
     """An environment that sees only the last integer of each answer: for models too small to
     keep to a format."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: SingleTurn) -> None:
         self._environment = environment
 
     @property

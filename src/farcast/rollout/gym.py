@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 from farcast.errors import ConfigError, MissingDependencyError, ScoringError
-from farcast.rollout.environment import Score, Task
+from farcast.rollout.environment import Score, SingleTurn, Task
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-class ReasoningGym:
+class ReasoningGym(SingleTurn):
     """One task set, such as "chain_sum". `params` are the set's own, such as max_digits.
 
     The answer that is scored is what stands in the last <answer>...</answer>, or all of the

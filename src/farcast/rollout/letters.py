@@ -11,10 +11,10 @@ letters in use earns something before the model has learnt to look at the questi
 """
 
 from farcast.errors import ConfigError
-from farcast.rollout.environment import Score, Task
+from farcast.rollout.environment import Score, SingleTurn, Task
 
 
-class Letters:
+class Letters(SingleTurn):
     """Reward: the share of letters that are the asked one, of at least `count`. White space
     does not count, nor does case. `letters` are those that may be asked for."""
 

@@ -11,7 +11,6 @@ sample itself. An engine whose weights are uncertain ends the loop with the engi
 """
 
 import contextlib
-import math
 import secrets
 import time
 from collections import deque
@@ -22,19 +21,18 @@ from typing import NamedTuple
 import msgspec
 
 from farcast.config import SamplingConfig, TaskConfig
-from farcast.engines.base import Completion, Engine
+from farcast.engines.base import Engine
 from farcast.errors import (
     BacklogFullError,
     FarcastError,
-    ScoringError,
     StoreUnavailableError,
     TrajectoryTooLargeError,
 )
-from farcast.rollout.environment import Environment, Score, Task
-from farcast.rollout.episode import Episode
+from farcast.rollout.environment import Environment, Task
+from farcast.rollout.playing import Limits, Play
 from farcast.rollout.prompts import PromptCodec, ask
 from farcast.rollout.seeds import seed_of
-from farcast.trajectory import FinishReason, Trajectory, TrajectorySender
+from farcast.trajectory import Trajectory, TrajectorySender
 
 MAX_IN_FLIGHT = 2
 """Rounds that may wait to be written. A crash loses these: they were never acknowledged."""
@@ -168,28 +166,42 @@ class Worker:
             self._count(**sent._asdict())
 
     def _round(self, pool: ThreadPoolExecutor) -> None:
-        """One batch through the engine: `batch_groups` groups, sent once all are scored."""
+        """`batch_groups` groups through the engine together, turn by turn, sent once all of them
+        have ended."""
         drawn = [self._draw() for _ in range(self._sampling.batch_groups)]
-        prompts = [d.prompt for d in drawn for _ in range(self._group_size)]
+        plays = [[self._play(one) for _ in range(self._group_size)] for one in drawn]
+        going = [play for group in plays for play in group]
+        turn = 0
+        while going:
+            self._turn(going, seed_of(drawn[0].group_id, "sample", *([turn] if turn else [])))
+            going, turn = [play for play in going if play.finish is None], turn + 1
+            if going and self._stop():
+                for play in going:
+                    play.abort()
+                break
+        groups = [
+            [self._trajectory(one, member, play) for member, play in enumerate(group)]
+            for one, group in zip(drawn, plays, strict=True)
+        ]
+        self._in_flight.append(pool.submit(self._submit, groups))
+
+    def _turn(self, going: Sequence[Play], seed: int) -> None:
+        """One turn of every episode that goes on: one batch, then the environment's replies."""
         started, clock = time.time(), time.monotonic()
         completions = self._engine.generate(
-            prompts, self._sampling, seed=seed_of(drawn[0].group_id, "sample")
+            [play.prompt for play in going], self._sampling, seed=seed
         )
         self._count(
             sampling_seconds=time.monotonic() - clock,
             tokens=sum(len(c.token_ids) for c in completions),
         )
-        ended = time.time()
-        groups = []
-        for index, one in enumerate(drawn):
-            own = completions[index * self._group_size : (index + 1) * self._group_size]
-            groups.append(
-                [
-                    self._trajectory(one, member, completion, started, ended)
-                    for member, completion in enumerate(own)
-                ]
-            )
-        self._in_flight.append(pool.submit(self._submit, groups))
+        for play, completion in zip(going, completions, strict=True):
+            play.take(completion, started=started)
+
+    def _play(self, drawn: _Drawn) -> Play:
+        limits = Limits(self._task.max_turns, self._task.max_tokens, self._sampling.max_new_tokens)
+        conversation = self._environment.begin(drawn.task)
+        return Play(conversation, self._codec, drawn.prompt, limits)
 
     def _draw(self) -> _Drawn:
         """The next task. Seeds come from the run's seed, this worker's id, where its sequence stood
@@ -202,46 +214,22 @@ class Worker:
         prompt = self._codec.encode_prompt(ask(self._task.instruction, task.question))
         return _Drawn(group_id, seed, task, tuple(prompt))
 
-    def _trajectory(
-        self, drawn: _Drawn, member: int, completion: Completion, started: float, ended: float
-    ) -> Trajectory:
-        episode = Episode()
-        episode.show(drawn.prompt, "user", started=started, ended=started)
-        episode.sampled(completion, started=started, ended=ended)
-        finish, score = self._score(drawn.task, completion)
-        self._count(aborted=int(finish == "aborted"), reward_sum=score.reward)
-        return Trajectory(
+    def _trajectory(self, drawn: _Drawn, member: int, play: Play) -> Trajectory:
+        self._count(aborted=int(play.finish == "aborted"), reward_sum=play.score.reward)
+        return play.episode.trajectory(
             id=f"{drawn.group_id}-{member}",
             group_id=drawn.group_id,
             group_size=self._group_size,
             worker_id=self._sender.worker_id,
-            token_ids=tuple(episode.token_ids),
-            logprobs=tuple(episode.logprobs),
-            loss_mask=tuple(episode.loss_mask),
-            spans=tuple(episode.spans),
-            turns=tuple(episode.turns),
-            reward=score.reward,
-            rewards=score.parts,
-            finish_reason=finish,
+            reward=play.score.reward,
+            rewards=play.score.parts,
+            finish_reason=play.finish,
             task=self._environment.name,
             seed=drawn.seed,
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
             engine=self._engine_name,
         )
-
-    def _score(self, task: Task, completion: Completion) -> tuple[FinishReason, Score]:
-        """An episode that the engine or the environment broke off is sent as aborted, so that
-        the trainer releases its group at once instead of waiting for its time limit."""
-        if completion.finish_reason == "aborted":
-            return "aborted", Score(reward=0.0)
-        try:
-            score = self._environment.score(task, self._codec.decode(completion.token_ids))
-        except ScoringError:
-            return "aborted", Score(reward=0.0)
-        if not all(map(math.isfinite, (score.reward, *score.parts.values()))):
-            return "aborted", Score(reward=0.0)
-        return completion.finish_reason, score
 
     def _submit(self, groups: Sequence[Sequence[Trajectory]]) -> _Sent:
         """Until the groups are durable, or the loop is over while the store does not answer. One

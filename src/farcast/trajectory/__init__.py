@@ -9,7 +9,7 @@ from farcast.trajectory.checks import check_trajectory
 from farcast.trajectory.encoding import Batch, decode_batch, encode_batch
 from farcast.trajectory.receiver import TrajectoryReceiver
 from farcast.trajectory.sender import Backlog, TrajectorySender
-from farcast.trajectory.wire import FinishReason, Role, Trajectory, Turn
+from farcast.trajectory.wire import FinishReason, Role, RoutedExperts, Trajectory, Turn
 
 __all__ = [
     "Backlog",
@@ -18,6 +18,7 @@ __all__ = [
     "Group",
     "GroupBatcher",
     "Role",
+    "RoutedExperts",
     "Trajectory",
     "TrajectoryReceiver",
     "TrajectorySender",

@@ -9,6 +9,7 @@ Raises `FormatError` with the trajectory's id and the first rule it breaks:
 5. Turns are in order, do not overlap, end within the trajectory; a masked token stands in no
    turn that the model did not say.
 6. Rewards, times, temperature and top-p are finite; temperature and top-p are positive.
+7. Routed experts have whole rows, for at least one token and at most all of them.
 
 Refuses to judge staleness or whether a version exists: that is the batcher's.
 """
@@ -21,14 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farcast.errors import FormatError, LimitError
-from farcast.trajectory.wire import MAX_TOKENS, Trajectory
+from farcast.trajectory.wire import MAX_TOKENS, SAID_BY_MODEL, Trajectory
 
 MAX_TOKEN_ID = (1 << 31) - 1
 
 LOGPROB_SLACK = 1e-3
 """A log-softmax in bfloat16 or with a fused kernel may end a rounding error above 0."""
-
-_SAID_BY_MODEL = ("model", "tool_call")
 
 
 class Columns(NamedTuple):
@@ -62,6 +61,7 @@ def check_trajectory(trajectory: Trajectory, columns: Columns | None = None) -> 
     _check_spans(trajectory, columns.mask)
     _check_turns(trajectory, columns.mask)
     _check_numbers(trajectory)
+    _check_experts(trajectory)
     return columns
 
 
@@ -91,7 +91,7 @@ def _check_turns(t: Trajectory, mask: NDArray[np.bool_]) -> None:
     if not _ordered(((u.start, u.end) for u in t.turns), len(mask), empty=True):
         raise _broken(t, "has turns out of order or out of bounds; sort and shift them")
     for turn in t.turns:
-        if turn.role not in _SAID_BY_MODEL and mask[turn.start : turn.end].any():
+        if turn.role not in SAID_BY_MODEL and mask[turn.start : turn.end].any():
             raise _broken(t, f"has tokens of a {turn.role} turn in the loss; mask them out")
 
 
@@ -113,6 +113,19 @@ def _check_numbers(t: Trajectory) -> None:
         raise _broken(t, f"has a reward or time that is no number ({error}); correct it") from error
     if not finite or t.temperature <= 0 or t.top_p <= 0:
         raise _broken(t, "has a reward, time or sampling setting that is not usable; correct it")
+
+
+def _check_experts(t: Trajectory) -> None:
+    experts = t.experts
+    if experts is None:
+        return
+    try:
+        whole = experts.width in (1, 2) and len(experts.ids) % experts.row_bytes == 0
+        fits = whole and 1 <= experts.tokens <= len(t.token_ids)
+    except (AttributeError, TypeError, ZeroDivisionError):
+        fits = False
+    if not fits:
+        raise _broken(t, "has routed experts that do not fit its tokens; give [tokens, layers, k]")
 
 
 def _broken(t: Trajectory, what: str) -> FormatError:

@@ -60,6 +60,9 @@ again, so that it finds its place in the sequence."""
 
 _ID_BYTES = 8
 _FETCHES = 8
+_PREFETCHES = 16
+"""Batches fetched while the trainer computes: at most 128 MiB of its memory."""
+
 _GAP_CHECK_SECONDS = 30.0
 """A gap cannot come from a sender, only from an object that was lost: no need to look often."""
 
@@ -94,6 +97,9 @@ class _Ready(NamedTuple):
     trajectories: tuple[Trajectory, ...]
 
 
+_Batch = tuple[str, int]
+"""Worker and sequence number."""
+
 _NOT_YET: Final = _Missing()
 _Held = _Ready | _Broken
 
@@ -115,7 +121,9 @@ class TrajectoryReceiver:
         self._clock = clock
         self._positions: dict[str, _Position] = {}
         self._held: dict[str, _Held] = {}
-        self._ahead: dict[tuple[str, int], _Ready] = {}
+        self._ahead: dict[_Batch, _Ready] = {}
+        self._coming: dict[_Batch, Future[_Held | _Missing]] = {}
+        self._listing: Future[list[str]] | None = None
         self._windows: dict[str, int] = {}
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._after = ""
@@ -149,6 +157,27 @@ class TrajectoryReceiver:
             taken = self._consume(max_items)
         return taken
 
+    def prefetch(self) -> None:
+        """Begin to fetch what comes next, in the background, for the next `consume` to find. Moves
+        nothing and raises nothing: what cannot be had is asked for again then."""
+        if self._listing is None and self._is_discovery_due():
+            self._listing = self._pool.submit(self._list_workers)
+        read = {worker: position.sequence for worker, position in self._positions.items()}
+        self._coming = {place: f for place, f in self._coming.items() if place[1] >= read[place[0]]}
+        room = _PREFETCHES - len(self._coming)
+        for place in self._soon(read):
+            if place in self._ahead or not _is_open(self._coming.get(place)):
+                continue
+            if room <= 0:
+                return
+            room -= place not in self._coming
+            self._coming[place] = self._pool.submit(self._read, *place)
+
+    def _soon(self, read: dict[str, int]) -> Iterator[_Batch]:
+        for worker in self._turns():
+            first = read[worker] + (worker in self._held)
+            yield from ((worker, first + further) for further in range(self._width(worker)))
+
     def positions(self) -> dict[str, int]:
         """By worker: the next sequence number that will be read."""
         return {worker: p.sequence for worker, p in sorted(self._positions.items())}
@@ -175,6 +204,7 @@ class TrajectoryReceiver:
             )
         first = next(self._sequences(worker_id, position.sequence), position.sequence)
         self._ahead.clear()
+        self._coming.clear()
         self._advance(worker_id, max(first, position.sequence + 1))
         self._skipped += 1
 
@@ -206,6 +236,8 @@ class TrajectoryReceiver:
         self._duplicates, self._skipped = read.duplicates, read.skipped
         self._held.clear()
         self._ahead.clear()
+        self._coming.clear()
+        self._listing = None
         self._windows.clear()
         self._refused.clear()
         self._waiting_since.clear()
@@ -273,21 +305,35 @@ class TrajectoryReceiver:
     def _discover(self, *, at_once: bool = False) -> bool:
         """Look for workers not known yet, unless that was done a moment ago. True if some are."""
         now, known = self._clock(), len(self._positions)
-        last = self._discovered_at
-        if last is None:
+        if self._discovered_at is None:
             check_run(self._store, self._run_id)
-        if last is not None and not at_once and now - last < self._discover_seconds:
+        coming = self._listing
+        if coming is not None and not coming.done() and not at_once:
             return False
-        for info in self._store.list(WORKERS_PREFIX):
-            name = info.key.removeprefix(WORKERS_PREFIX)
-            if NAME_PATTERN.fullmatch(name) and name not in self._positions:
-                self._positions[name] = _Position()
+        self._listing = None
+        if coming is None and not at_once and not self._is_discovery_due():
+            return False
+        if coming is not None and coming.exception() is None and not at_once:
+            names = coming.result()
+        else:
+            names = self._list_workers()
+        for name in names:
+            self._positions.setdefault(name, _Position())
         if len(self._positions) > MAX_WORKERS:
             raise LimitError(
                 f"The store names over {MAX_WORKERS} workers; remove the strays under workers/."
             )
         self._discovered_at = now
         return len(self._positions) > known
+
+    def _is_discovery_due(self) -> bool:
+        last = self._discovered_at
+        return last is None or self._clock() - last >= self._discover_seconds
+
+    def _list_workers(self) -> list[str]:
+        keys = (info.key for info in self._store.list(WORKERS_PREFIX))
+        names = (key.removeprefix(WORKERS_PREFIX) for key in keys)
+        return [name for name in names if NAME_PATTERN.fullmatch(name)]
 
     def _turns(self) -> list[str]:
         """Every worker, beginning after the one whose turn was last."""
@@ -299,7 +345,7 @@ class TrajectoryReceiver:
 
         `lenient` leaves a store error for the next call, so that what was taken is returned."""
         wanted = [worker for worker in workers if worker not in self._held]
-        futures = {place: self._pool.submit(self._read, *place) for place in self._window(wanted)}
+        futures = {place: self._asked(place) for place in self._window(wanted)}
         for worker in wanted:
             place = worker, self._positions[worker].sequence
             found: _Held | _Missing | None = self._ahead.pop(place, None)
@@ -319,7 +365,14 @@ class TrajectoryReceiver:
                 self._held[worker] = found
         self._keep_ahead(futures)
 
-    def _window(self, workers: list[str]) -> Iterator[tuple[str, int]]:
+    def _asked(self, place: _Batch) -> "Future[_Held | _Missing]":
+        """The answer on its way, or one that is: what was not there a while ago is asked anew."""
+        coming = self._coming.pop(place, None)
+        if coming is None or _is_open(coming):
+            return self._pool.submit(self._read, *place)
+        return coming
+
+    def _window(self, workers: list[str]) -> Iterator[_Batch]:
         """What to ask for now: over a long line one answer at a time would take a round trip a
         batch, so the next numbers of a worker are asked for with the present one, more of them
         each time as long as they are there. Few workers only: many fill the line by themselves."""
@@ -327,13 +380,20 @@ class TrajectoryReceiver:
             first = self._positions[worker].sequence
             if (worker, first) in self._ahead:
                 continue
-            width = min(self._windows.get(worker, 1), max(1, _FETCHES // len(workers)))
+            width = min(self._width(worker), max(1, _FETCHES // len(workers)))
             yield from ((worker, first + further) for further in range(width))
 
-    def _keep_ahead(self, futures: dict[tuple[str, int], "Future[_Held | _Missing]"]) -> None:
-        """Keep whole batches for their turn; anything else is asked for again then."""
+    def _width(self, worker: str) -> int:
+        """How many batches of this worker are asked for at once."""
+        return self._windows.get(worker, 1)
+
+    def _keep_ahead(self, futures: dict[_Batch, "Future[_Held | _Missing]"]) -> None:
+        """Keep whole batches, and answers on their way, for their turn; anything else is asked for
+        again then."""
         for place, future in futures.items():
-            if future.exception() is None and isinstance(found := future.result(), _Ready):
+            if not future.done():
+                self._coming[place] = future
+            elif future.exception() is None and isinstance(found := future.result(), _Ready):
                 self._ahead[place] = found
 
     def _read(self, worker: str, sequence: int) -> _Held | _Missing:
@@ -420,3 +480,10 @@ class TrajectoryReceiver:
             worker_id=worker,
             sequence=sequence,
         )
+
+
+def _is_open(answer: "Future[_Held | _Missing] | None") -> bool:
+    """Whether to ask (again): nobody did, or there was no whole batch."""
+    if answer is None or not answer.done():
+        return answer is None
+    return answer.exception() is not None or not isinstance(answer.result(), _Ready)
