@@ -36,3 +36,13 @@ def test_the_way_past_many_versions_is_found_with_few_manifests(anchor_every: in
     assert counted.traffic.requests["get"] <= 14
     held = {name: subscriber.target.read(name) for name in subscriber.target.entries}
     assert plain(held) == plain(Archive(store, RUN).rebuild(VERSIONS))
+
+
+def test_weights_of_a_version_before_the_newest_anchor_are_recognised() -> None:
+    store = published(squash=None, anchor_every=VERSIONS)
+    archive = Archive(store, RUN)
+    counted = CountingStore(store)
+    subscriber = Subscriber(counted, RUN, MemoryTarget(archive.rebuild(VERSIONS - 40)))
+    subscriber.sync()
+    assert subscriber.ref == archive.manifest(VERSIONS).ref
+    assert subscriber.last.bytes_fetched < 50_000, "deltas, not the anchor"

@@ -41,7 +41,7 @@ from farcast.errors import (
     TargetChangedError,
     UnknownVersionError,
 )
-from farcast.lineage import Manifest, ObjectRef, Plan, TrustedKey
+from farcast.lineage import Costs, Manifest, ObjectRef, Plan, TrustedKey
 from farcast.lineage import plan as plan_path
 from farcast.replica.base import Draft, Goal, Target
 from farcast.replica.freshness import Freshness, OnExpiry
@@ -52,6 +52,10 @@ from farcast.types import TensorEntry, VersionRef
 
 RESTARTS = 4
 """Plans tried in one `stage`: each restart is at least one retention period later."""
+
+LOOK_BACK = 64
+"""Versions before the newest that are compared with a target of unknown content: one request
+each, where a full copy is the other choice."""
 
 RELIST_EVERY = 32
 """Polls without news after which the store is listed: the next version by key may have been
@@ -117,6 +121,9 @@ class Subscriber:
     With `trusted_key` only versions that this key signed are taken, and a store that holds
     versions back is found out once the publisher's last timestamp has run out: nothing is taken
     any more (`on_expiry="warn"`: a warning is logged and kept in `warning`).
+
+    With `costs`, the figures of the link, the path that takes the least time is chosen instead of
+    the one with the fewest bytes.
     """
 
     def __init__(
@@ -129,11 +136,13 @@ class Subscriber:
         workers: int = 4,
         trusted_key: TrustedKey | None = None,
         on_expiry: OnExpiry = "refuse",
+        costs: Costs | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._archive = Archive(store, run_id, workers=workers, trusted=trusted_key)
         self._freshness = Freshness(self._archive, on_expiry=on_expiry, clock=clock)
         self._target = target
+        self._costs = costs
         self._on_progress = on_progress
         self._quiet_polls = 0
         self._last = SyncStats()
@@ -244,9 +253,11 @@ class Subscriber:
             size = sum(nbytes_of(entry.dtype, entry.shape) for entry in entries)
             return Plan(have=have, want=have, steps=(), bytes_full=size)
         if not gone and not damaged:
-            return self._archive.plan(have, want.ref)
+            return self._archive.plan(have, want.ref, self._costs)
         try:
-            return plan_path(have, want.ref, _Without(self._archive, gone, damaged))
+            return plan_path(
+                have, want.ref, _Without(self._archive, gone, damaged), self._costs
+            )
         except UnknownVersionError:
             damage = self._archive.damage_between(have, want.ref)
             if damage is not None and not damaged:
@@ -292,7 +303,7 @@ class Subscriber:
 
     def _roots(self, want: Manifest) -> Mapping[str, VersionRef]:
         """The versions that a target may already hold: those a plan from nothing would read about
-        anyway, and the first."""
+        anyway, and the first; if it is none of these, what came shortly before."""
         try:
             known = self._archive.manifests_for(None, want.ref)
         except UnknownVersionError:  # the anchor is gone; a base at hand may still do
@@ -300,7 +311,7 @@ class Subscriber:
         if 0 not in known:
             with contextlib.suppress(UnknownVersionError):
                 known[0] = self._archive.manifest(0)
-        return {manifest.root: manifest.ref for _, manifest in sorted(known.items())}
+        return _Roots(known, lambda: self._archive.before(want.version, LOOK_BACK))
 
     # --- staging -----------------------------------------------------------------------------
 
@@ -388,6 +399,33 @@ class Subscriber:
     def _report(self, phase: Literal["fetch", "decode"], done: int, total: int) -> None:
         if self._on_progress is not None:
             self._on_progress(Progress(phase, done, total))
+
+
+class _Roots(Mapping[str, VersionRef]):
+    """Versions by root: those of `near`, and once that is not enough those of `further`."""
+
+    def __init__(
+        self, near: Mapping[int, Manifest], further: Callable[[], Mapping[int, Manifest]]
+    ) -> None:
+        self._known = _by_root(near)
+        self._further: Callable[[], Mapping[int, Manifest]] | None = further
+
+    def __getitem__(self, root: str) -> VersionRef:
+        further = self._further
+        if root not in self._known and further is not None:
+            self._known |= _by_root(further())
+            self._further = None
+        return self._known[root]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def _by_root(manifests: Mapping[int, Manifest]) -> dict[str, VersionRef]:
+    return {manifest.root: manifest.ref for _, manifest in sorted(manifests.items())}
 
 
 class _VanishedError(Exception):

@@ -52,6 +52,7 @@ from farcast.lineage import (
     RUN_KEY,
     TIMESTAMP_KEY,
     VERSIONS_PREFIX,
+    Costs,
     Manifest,
     ObjectRef,
     Plan,
@@ -216,11 +217,13 @@ class Archive:
             kept = self._manifests.get(version)
         return kept if kept is not None else self._read_manifest(version)
 
-    def plan(self, have: VersionRef | None, want: VersionRef) -> Plan:
+    def plan(
+        self, have: VersionRef | None, want: VersionRef, costs: Costs | None = None
+    ) -> Plan:
         """The cheapest path, reading the manifests that it needs. Where damaged ones leave no
         path, their damage is raised."""
         try:
-            return plan(have, want, self._lineage(have, want))
+            return plan(have, want, self._lineage(have, want), costs)
         except UnknownVersionError:
             with contextlib.suppress(UnknownVersionError):  # an older anchor may do
                 return plan(have, want, _Lineage(self))
@@ -242,6 +245,12 @@ class Archive:
         seen = _Seen(self._lineage(have, want))
         plan(have, want, seen)
         return seen.manifests
+
+    def before(self, version: int, count: int) -> dict[int, Manifest]:
+        """Those of the `count` versions before `version` that can be read."""
+        versions = range(max(0, version - count), version)
+        read = in_parallel(_Lineage(self).get, versions, workers=self._workers)
+        return {found.version: found for found in read if found is not None}
 
     def commit_manifest(self, manifest: Manifest) -> None:
         """Make a version visible; every object it names must be durable before.
