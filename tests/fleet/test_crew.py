@@ -7,6 +7,7 @@ import pytest
 
 from farcast.config import RunConfig, encode_config
 from farcast.errors import StoreUnavailableError
+from farcast.fleet.advising import DECIDE_SECONDS
 from farcast.fleet.crew import GAP_SECONDS, HUNG_SECONDS, STARTING_SECONDS, Crew
 from farcast.fleet.launcher import Handle, ProcessSpec
 from farcast.fleet.leases import DEAD_SECONDS
@@ -15,7 +16,7 @@ from farcast.fleet.records import ReplicaRecord, StepRecord, TrainerRecord
 from farcast.fleet.registry import Registry, Sighting
 from farcast.fleet.scaling import Limits
 from farcast.fleet.signals import StopRequest
-from farcast.fleet.up_process import DECIDE_SECONDS, Keeper, worker_spec
+from farcast.fleet.up_process import Keeper, worker_spec
 from farcast.lineage import RunRecord
 from farcast.store import MemoryStore
 from farcast.store.archive import Archive

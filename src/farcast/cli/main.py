@@ -10,6 +10,7 @@ import typer
 
 from farcast import __version__
 from farcast.cli import boundary
+from farcast.cli.advise import advise
 from farcast.cli.bench import bench
 from farcast.cli.demo import demo
 from farcast.cli.gateway import gateway
@@ -62,6 +63,7 @@ app.command(rich_help_panel="Run")(demo)
 app.command(rich_help_panel="Run")(train)
 app.command(rich_help_panel="Run")(worker)
 app.command(rich_help_panel="Run")(up)
+app.command(rich_help_panel="Run")(advise)
 app.command(rich_help_panel="Run")(replica)
 app.command(rich_help_panel="Run")(gateway)
 app.command(rich_help_panel="Run")(relay)

@@ -24,6 +24,13 @@ def worker(
         Path | None,
         typer.Option(metavar="DIR", help="Where the model's small files go. [default: temporary]"),
     ] = None,
+    alive: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Touch this file whenever a round of sampling ends, for a liveness probe.",
+        ),
+    ] = None,
     from_step: Annotated[
         int, typer.Option(min=0, metavar="STEP", help="Be ready, but join only at this step.")
     ] = 0,
@@ -51,4 +58,6 @@ def worker(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        run_worker(reach, id or default_id(), folder=assets, from_step=from_step, stop=stop)
+        run_worker(
+            reach, id or default_id(), folder=assets, from_step=from_step, stop=stop, alive=alive
+        )

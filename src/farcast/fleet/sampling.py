@@ -38,11 +38,13 @@ class Sampler:
         folder: Path,
         trusted: TrustedKey | None = None,
         on_expiry: OnExpiry = "refuse",
+        alive: Path | None = None,
     ) -> None:
         disable_progress_bar()
         self._store = store
         self._config = config
         self._name = name
+        self._alive = alive
         self._trusted: TrustedKey | None = trusted
         self._on_expiry: OnExpiry = on_expiry
         self._codec = ChatCodec.from_folder(folder, config.task)
@@ -106,7 +108,7 @@ class Sampler:
             sampling=config.sampling,
             engine_name=ENGINE_NAME,
             seed=config.train.seed,
-            report=_Report(engine, reporter, sender),
+            report=_Report(engine, reporter, sender, self._alive),
             stop=lambda: stop.requested or trainer.done,
         )
 
@@ -115,16 +117,23 @@ class _Report:
     """Called by the worker loop every round and while it waits."""
 
     def __init__(
-        self, engine: TransformersEngine, reporter: ReplicaReporter, sender: TrajectorySender
+        self,
+        engine: TransformersEngine,
+        reporter: ReplicaReporter,
+        sender: TrajectorySender,
+        alive: Path | None,
     ) -> None:
         self._engine = engine
         self._reporter = reporter
         self._sender = sender
+        self._alive = alive
         self._waited = 0.0
 
     def __call__(self, counters: WorkerCounters) -> None:
         self._engine.check()
         self._reporter.check()
+        if self._alive is not None:
+            self._alive.touch()
         state = self._engine.status().state
         idle = counters.waiting_seconds > self._waited
         self._waited = counters.waiting_seconds

@@ -13,21 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from farcast.config import RunConfig, decode_config
-from farcast.errors import StoreUnavailableError
+from farcast.fleet.advising import Advisor, because
 from farcast.fleet.crew import Change, Crew
-from farcast.fleet.finding import run_in
 from farcast.fleet.launcher import Launcher, ProcessSpec
-from farcast.fleet.load import LoadMeter, serving_replicas
-from farcast.fleet.observe import FleetObserver, FleetSnapshot
-from farcast.fleet.registry import Registry
-from farcast.fleet.scaling import Limits, Load, Scaler
+from farcast.fleet.load import serving_replicas
+from farcast.fleet.observe import FleetSnapshot
+from farcast.fleet.scaling import Limits, Load
 from farcast.fleet.signals import StopRequest
 from farcast.store import Store, open_store
 
 LOOK_SECONDS = 1.0
-DECIDE_SECONDS = 5.0
-"""Replicas take longer than this to come and go; a decision a second would only repeat itself."""
 
 
 class UpResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,19 +49,11 @@ class Keeper:
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
-        self._observer = FleetObserver(Registry(store))
+        self._advisor = Advisor(store, limits, tell=tell, clock=clock)
         self._crew = crew
         self._limits = limits
-        self._scaler = Scaler(limits)
-        self._meter: LoadMeter | None = None
-        self._run_id = ""
         self._tell = tell
-        self._clock = clock
-        self._away = False
-        self._decided: float | None = None
         self._wanted = limits.least
-        self._load: Load | None = None
         self._changes: list[Change] = []
         self._most = 0
 
@@ -81,65 +68,38 @@ class Keeper:
             self._note(self._crew.tend(None))
         kinds = [change.kind for change in self._changes]
         return UpResult(
-            run_id=self._run_id,
+            run_id=self._advisor.run_id,
             started=kinds.count("started"),
             most_at_once=self._most,
             crashed=kinds.count("crashed") + kinds.count("given up"),
             replaced=kinds.count("replaced"),
             wanted=self._wanted,
-            load=self._load,
+            load=self._advisor.load,
         )
 
     def turn(self) -> bool:
         """One look and what follows from it; False when the trainer is done."""
-        snapshot = self._look()
+        snapshot = self._advisor.look()
         if snapshot is not None and snapshot.trainer is not None:
             if snapshot.trainer.state == "done":
                 self._tell("the trainer is done")
                 return False
-            self._measure(snapshot)
+            self._decide(snapshot)
         # Before the exits are minded: one that left because the run is over is not replaced.
         self._crew.scale(self._wanted)
         self._note(self._crew.tend(snapshot))
         self._most = max(self._most, len(self._crew.names))
         return True
 
-    def _measure(self, snapshot: FleetSnapshot) -> None:
-        if self._meter is None:
-            record = run_in(self._store)
-            if record is None:
-                return
-            self._run_id = record.run_id
-            config = decode_config(record.settings.encode(), RunConfig)
-            self._meter = LoadMeter(groups_per_step=config.train.groups_per_step)
-        now = self._clock()
-        serving = set(serving_replicas(snapshot))
+    def _decide(self, snapshot: FleetSnapshot) -> None:
         own = self._crew.names
-        coming = len([name for name in own if name not in serving])
-        self._load = load = self._meter.measure(snapshot, now, coming=coming)
-        if self._decided is not None and now - self._decided < DECIDE_SECONDS:
+        if not self._advisor.advise(snapshot, own=own):
             return
-        if snapshot.trainer_life != "alive":  # nothing is known of what it needs
-            return
-        self._decided = now
-        others = len(serving.difference(own))
-        wanted = min(max(self._scaler.decide(load, now) - others, 0), self._limits.most)
-        if wanted != self._wanted:
-            self._tell(f"{self._wanted} -> {wanted} workers: {_because(load)}")
+        others = len(set(serving_replicas(snapshot)).difference(own))
+        wanted = min(max(self._advisor.wanted - others, 0), self._limits.most)
+        if wanted != self._wanted and self._advisor.load is not None:
+            self._tell(f"{self._wanted} -> {wanted} workers: {because(self._advisor.load)}")
             self._wanted = wanted
-
-    def _look(self) -> FleetSnapshot | None:
-        try:
-            snapshot = self._observer.look()
-        except StoreUnavailableError as error:
-            if not self._away:
-                self._tell(f"the store does not answer, the workers stay: {error}")
-            self._away = True
-            return None
-        if self._away:
-            self._tell("the store answers again")
-        self._away = False
-        return snapshot
 
     def _note(self, changes: list[Change]) -> None:
         self._changes += changes
@@ -174,12 +134,3 @@ def keep_up(
         return Keeper(open_store(store_url), crew, limits, tell=tell).run(stop)
     finally:
         launcher.close()
-
-
-def _because(load: Load) -> str:
-    if load.demand <= 0 or load.throughput <= 0:
-        return f"{load.serving} serve"
-    return (
-        f"the trainer uses {load.demand:.2f} trajectories a second and waited "
-        f"{load.waiting:.0%}, {load.serving} replicas make {load.throughput:.2f} each"
-    )

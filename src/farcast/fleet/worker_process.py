@@ -30,12 +30,19 @@ HOLD_SECONDS = 0.25
 
 
 def run_worker(
-    reach: Reach, worker_id: str, *, folder: Path | None, from_step: int, stop: StopRequest
+    reach: Reach,
+    worker_id: str,
+    *,
+    folder: Path | None,
+    from_step: int,
+    stop: StopRequest,
+    alive: Path | None = None,
 ) -> None:
     """Sample for the run that `reach` leads to until its trainer is done or `stop` is requested.
 
     `folder` keeps the model's small files (None: a temporary one). With `from_step` everything
-    is made ready, and the replica joins once the trainer has taken that many steps.
+    is made ready, and the replica joins once the trainer has taken that many steps. `alive` is
+    touched whenever a round of sampling ends, and while the worker waits.
     """
     if NAME_PATTERN.fullmatch(worker_id) is None:
         raise ConfigError(
@@ -63,6 +70,7 @@ def run_worker(
             folder=assets,
             trusted=reach.trusted,
             on_expiry=reach.on_expiry,
+            alive=alive,
         )
         if _wait_for_step(store, worker_id, from_step, stop):
             sampler.run(stop)
