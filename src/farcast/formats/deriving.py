@@ -68,7 +68,7 @@ def derive(
     tensors that changed their shape, scales and codes are chosen afresh. `rows` says of which rows
     a tensor is (a name left out is whole), and then the result holds what belongs to these rows,
     and in full what belongs to the whole matrix. Nothing returned shares memory with what was
-    given, except tensors that are passed on.
+    given.
 
     Raises `PoisonError` for values that cannot be served, `ConfigError` for names that clash.
     """
@@ -254,7 +254,9 @@ def _quantised(
     codes_name, scale_name, *rest = names
     over: torch.Tensor | None = None
     if recipe.format == "nvfp4":
-        over = nvfp4_global(recipe, magnitudes, _like(before.get(rest[0]), (1,), torch.float32))
+        over = nvfp4_global(
+            recipe, magnitudes, _like(before.get(rest[0]), (1,), torch.float32, master)
+        )
         magnitudes = _group_maxima(master, layout)
     scales = _scales(recipe, magnitudes, over, before.get(scale_name))
     old = before.get(codes_name)
@@ -277,11 +279,11 @@ def _scales(
 ) -> Scales:
     shape = tuple(amax.shape)
     if over is not None:
-        return nvfp4_scales(recipe, amax, over, _like(before, shape, torch.float8_e4m3fn))
+        return nvfp4_scales(recipe, amax, over, _like(before, shape, torch.float8_e4m3fn, amax))
     if recipe.format == "mxfp4":
-        return mxfp4_scales(recipe, amax, _like(before, shape, torch.uint8))
+        return mxfp4_scales(recipe, amax, _like(before, shape, torch.uint8, amax))
     dtype = torch.bfloat16 if recipe.layout.element == "int4" else torch.float32
-    return block_scales(recipe, amax, _like(before, shape, dtype))
+    return block_scales(recipe, amax, _like(before, shape, dtype, amax))
 
 
 def _packed(
@@ -298,7 +300,7 @@ def _packed(
     parts = []
     blocks = _block_of(layout, matrix, master) if layout.block_rows > 1 else None
     made = _stored(recipe, (rows, columns), master.device)
-    usable = _like(old, tuple(made.shape), made.dtype)
+    usable = _like(old, tuple(made.shape), made.dtype, master)
     for part in _chunks(rows, columns):
         by_row = numbers[part] if blocks is None else numbers[blocks[part]]
         each = by_row.unsqueeze(-1).expand(-1, groups, size).reshape(by_row.shape[0], -1)
@@ -339,11 +341,10 @@ def _plain(name: str, master: torch.Tensor, recipe: Recipe, before: Tensors) -> 
     """A tensor that stays in high precision."""
     element: Element = "fp16" if recipe.format == "fp16" else "bf16"
     dtype = torch.float16 if element == "fp16" else torch.bfloat16
-    if not master.is_floating_point() or master.element_size() < dtype.itemsize:
-        return master
-    if master.dtype == dtype:
-        return master
-    old = _like(before.get(name), tuple(master.shape), dtype)
+    narrow = not master.is_floating_point() or master.element_size() < dtype.itemsize
+    if narrow or master.dtype == dtype:
+        return master.clone()
+    old = _like(before.get(name), tuple(master.shape), dtype, master)
     flat = master.reshape(-1).float()
     held = None if old is None else old.reshape(-1)
     parts = [
@@ -359,9 +360,9 @@ def _plain(name: str, master: torch.Tensor, recipe: Recipe, before: Tensors) -> 
 
 
 def _like(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor
 ) -> torch.Tensor | None:
-    """The tensor, if it is of that shape and dtype."""
+    """The tensor on the device of `near`, if it is of that shape and dtype."""
     if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
         return None
-    return tensor
+    return tensor.to(near.device)

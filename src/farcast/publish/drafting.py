@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from farcast.delta import TensorBits, root_of
@@ -45,6 +46,7 @@ class Drafting:
     squash: int | None
     part_bytes: int
     repeats: bool
+    precision_rule: str | UnsetType = UNSET
     fork_of: VersionRef | None = None
     signer: Signer | None = None
     given_up: list[int] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Drafting:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A version that lacks only its commit; `repeated` if it is the newest one again.
+    """A version in one format that lacks only its commit; `repeated` if it is the newest again.
 
     `undo` leads back from it, for the history once it is committed.
     """
@@ -121,8 +123,9 @@ def draft_version(
         anchor=anchor,
         deltas=tuple(changes.deltas),
         writer=how.writer,
+        precision_rule=how.precision_rule,
     )
-    return _draft(how.finished(manifest), changes, started, repeated=False)
+    return _draft(manifest, changes, started, repeated=False)
 
 
 class _Changes:

@@ -22,20 +22,18 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from farcast.delta import TensorBits
 from farcast.errors import (
     ConfigError,
     FarcastError,
-    FormatError,
-    IntegrityError,
     ObjectNotFoundError,
-    UnknownVersionError,
     VersionConflictError,
 )
 from farcast.lineage import (
@@ -47,9 +45,17 @@ from farcast.lineage import (
     encode_manifest,
 )
 from farcast.publish.comms import Comms
-from farcast.publish.drafting import Base, Draft, Drafting, draft_version
-from farcast.publish.history import History
+from farcast.publish.drafting import Base, Draft, Drafting
 from farcast.publish.job import PublishJob
+from farcast.publish.lines import (
+    Newest,
+    derived,
+    draft_lines,
+    joined_manifest,
+    load_newest,
+    make_lines,
+    parse_recipes,
+)
 from farcast.publish.parts import PART_BYTES
 from farcast.publish.pieces import Where, layout_of, localised
 from farcast.publish.poison import check_poison
@@ -61,7 +67,7 @@ from farcast.store.archive import UNUSABLE, Archive
 from farcast.store.base import Store
 from farcast.store.collecting import GRACE, Garbage, collect_garbage
 from farcast.store.rebuilding import Weights
-from farcast.types import NAME_PATTERN, VersionRef
+from farcast.types import NAME_PATTERN, TensorEntry, VersionRef
 
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -90,6 +96,10 @@ class Publisher:
     newest (None: none is written); only what `trusted_key` signed is continued (None: the
     signer's own key). Every rank needs both. See docs/trust.md.
 
+    With `formats` (`bf16`, `fp8_block`, `int4_g32-scale1.5`: see docs/formats.md) what is given are
+    master weights, and every version is served in each of these formats, the first of which is the
+    one that readers take who ask for none. One manifest names them all. Memory: a baseline each.
+
     `fork_of` begins a run as another run's version: the first version must have its root, and
     names it as its origin.
     """
@@ -102,6 +112,7 @@ class Publisher:
         anchor_every: int = 20,
         squash: int | None = None,
         served_format: str = "bf16",
+        formats: Sequence[str] = (),
         writer: str | None = None,
         reanchor: bool = False,
         repeats: bool = True,
@@ -117,6 +128,9 @@ class Publisher:
         check_squash(squash)
         if squash is not None and comms is not None:
             raise ConfigError("Squashed deltas need one process; publish from ranks without them.")
+        recipes = parse_recipes(formats, served_format=served_format)
+        if recipes and comms is not None:
+            raise ConfigError("Formats are derived in one process; publish from ranks without.")
         writer = f"publisher-{secrets.token_hex(6)}" if writer is None else writer
         for what, name in (("run", run_id), ("format", served_format), ("writer", writer)):
             _check_name(what, name)
@@ -147,7 +161,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="farcast-publish")
         self._closed = False
         self._snapshots = Snapshots()
-        self._history = History()
+        self._lines = make_lines(self._how, recipes)
         self._doubtful: list[Manifest] = []
         self._fenced: str | None = None
         self._last: PublishReport | None = None
@@ -156,7 +170,7 @@ class Publisher:
         self._sharded = (
             None if comms is None else ShardedVersions(self._how, comms, reanchor=reanchor)
         )
-        self._base: Base | None = self._loaded() if comms is None else None
+        self._held: Newest | None = self._loaded() if comms is None else None
         self._announce()
 
     @property
@@ -180,7 +194,7 @@ class Publisher:
     def _newest(self) -> Manifest | None:
         if self._sharded is not None:
             return self._sharded.newest
-        return None if self._base is None else self._base.newest
+        return None if self._held is None else self._held.manifest
 
     @property
     def last(self) -> PublishReport | None:
@@ -195,7 +209,8 @@ class Publisher:
     def publish(self, tensors: Tensors, step: int, *, allow_poison: bool = False) -> VersionRef:
         """Publish the served tensors after `step` optimizer steps; durable on return.
 
-        torch or numpy tensors of any dtype by name, on any device; (name, tensor) pairs too.
+        torch or numpy tensors of any dtype by name, on any device; (name, tensor) pairs too. With
+        `formats` these are masters, and what is given as `TensorBits` is served as it is.
         Raises `PoisonError` where a tensor lost every finite value since the last version.
         """
         started = time.perf_counter()
@@ -206,17 +221,17 @@ class Publisher:
                 )
                 return self._record(report, waited=time.perf_counter() - started).ref
             self._check_call(step)
-            if isinstance(tensors, Mapping) and not any(map(on_device, tensors.values())):
-                target, owned = views(tensors), False
+            if self._derives or not isinstance(tensors, Mapping) or _any_away(tensors):
+                targets, owned = self._taken(tensors), True
             else:
-                target, owned = self._snapshots.take(tensors), True
-            report = self._publish(target, step, owned=owned, allow_poison=allow_poison)
+                targets, owned = [views(tensors)], False
+            report = self._publish(targets, step, owned=owned, allow_poison=allow_poison)
             return self._record(report, waited=time.perf_counter() - started).ref
 
     def publish_async(
         self, tensors: Tensors, step: int, *, allow_poison: bool = False
     ) -> PublishJob:
-        """Like `publish`, but returns as soon as the tensors are copied.
+        """Like `publish`, but returns as soon as the tensors are copied, or derived.
 
         One version is on its way at a time: a second call waits for the first to end, well or
         not, and the wait is counted in `waited_seconds`.
@@ -227,11 +242,11 @@ class Publisher:
             if self._sharded is not None:
                 return self._start_shards(self._sharded, tensors, step, allow_poison)
             self._check_call(step)
-            target = self._snapshots.take(tensors)
+            targets = self._taken(tensors)
             waited = time.perf_counter() - started
 
             def publish() -> PublishReport:
-                return self._publish(target, step, owned=True, allow_poison=allow_poison)
+                return self._publish(targets, step, owned=True, allow_poison=allow_poison)
 
             future = self._pool.submit(self._run, publish, step, waited)
         except BaseException:
@@ -246,8 +261,13 @@ class Publisher:
         """
         if self._sharded is not None:
             raise ConfigError("Roll back from one process: close the ranks' publishers first.")
-        step = self._archive.manifest(version).step
-        return self.publish(self._archive.rebuild(version), step, allow_poison=True)
+        started = time.perf_counter()
+        with self._turn:
+            step = self._archive.manifest(version).step
+            self._check_call(step)
+            targets = [dict(line.reader.rebuild(version)) for line in self._lines]
+            report = self._publish(targets, step, owned=True, allow_poison=True)
+            return self._record(report, waited=time.perf_counter() - started).ref
 
     def collect_garbage(
         self, *, keep: int, pinned: Collection[int] = (), grace: float = GRACE
@@ -297,28 +317,44 @@ class Publisher:
         finally:
             self._turn.release()
 
+    @property
+    def _derives(self) -> bool:
+        return self._lines[0].recipe is not None
+
+    def _taken(self, tensors: Tensors) -> list[Bits]:
+        """What is to be published in each format, in memory that nobody else knows."""
+        if not self._derives:
+            return [self._snapshots.take(tensors)]
+        if self._held is None or self._doubtful:
+            # Sticky formats go on from the newest version, which a lost reply may have moved.
+            self._held = self._reloaded(self._held)
+        return derived(self._lines, tensors, self._held.bases)
+
     def _publish(
-        self, target: Bits, step: int, *, owned: bool, allow_poison: bool
+        self, targets: Sequence[Bits], step: int, *, owned: bool, allow_poison: bool
     ) -> PublishReport:
-        if not target:
+        if not targets[0]:
             raise _nothing_to_publish()
-        if self._base is None:
-            self._base = self._reloaded(None)
-        if not allow_poison and self._base.weights is not None:
-            check_poison(self._base.weights.bits, target)
+        if self._held is None:
+            self._held = self._reloaded(None)
+        if not allow_poison:
+            for base, target in zip(self._held.bases, targets, strict=True):
+                check_poison({} if base.weights is None else base.weights.bits, target)
         while True:
-            base = self._base
-            draft = draft_version(self._how, base, self._history, target, step)
-            if draft.repeated or self._committed(draft.manifest):
+            held = self._held
+            drafts = draft_lines(self._lines, held.bases, targets, step)
+            repeated = held.manifest if drafts[0].repeated else None
+            manifest = repeated or joined_manifest(self._lines, drafts)
+            if repeated is not None or self._committed(manifest):
                 break
-            self._base = self._reloaded(base.weights)
-        if not draft.repeated:
-            self._advance(base, draft, target, owned=owned)
+            self._held = self._reloaded(held)
+        if repeated is None:
+            self._advance(held, drafts, manifest, targets, owned=owned)
         return _report(
-            draft.manifest,
-            repeated=draft.repeated,
-            encode_seconds=draft.encode_seconds,
-            put_seconds=draft.put_seconds,
+            manifest,
+            repeated=repeated is not None,
+            encode_seconds=sum(draft.encode_seconds for draft in drafts),
+            put_seconds=sum(draft.put_seconds for draft in drafts),
         )
 
     def _committed(self, manifest: Manifest) -> bool:
@@ -340,27 +376,36 @@ class Publisher:
         self._how.given_up.clear()
         return True
 
-    def _advance(self, base: Base, draft: Draft, target: Bits, *, owned: bool) -> None:
-        """Move the baseline to `target`, which the store holds by now."""
+    def _advance(
+        self,
+        held: Newest,
+        drafts: Sequence[Draft],
+        manifest: Manifest,
+        targets: Sequence[Bits],
+        *,
+        owned: bool,
+    ) -> None:
+        """Move the baselines to `targets`, which the store holds by now."""
         # An interrupt before the last line leaves no baseline at all, and the next version
         # begins by rebuilding it from the store: half of one must never be compared with.
-        self._base = None
-        before = {} if base.weights is None else base.weights.bits
-        if owned:
-            self._snapshots.give_back(before)
-            after = target
-        else:
-            known = {} if base.weights is None else base.weights.entries
-            after = {
-                name: before[name]
-                if known.get(name) == draft.entries[name]
-                else copied(bits, before.get(name))
-                for name, bits in target.items()
-            }
-        for undo in draft.undo:
-            self._history.add(undo, keep=self._how.squash or 0)
-        weights = Weights(ref=draft.manifest.ref, bits=after, entries=draft.entries)
-        self._base = Base(newest=draft.manifest, weights=weights)
+        self._held = None
+        bases = []
+        for line, base, draft, target in zip(self._lines, held.bases, drafts, targets, strict=True):
+            before = {} if base.weights is None else base.weights.bits
+            if owned and not self._derives:
+                self._snapshots.give_back(before)
+            known = {} if base.weights is None or owned else base.weights.entries
+            after = target if owned else _kept(before, known, draft, target)
+            for undo in draft.undo:
+                line.history.add(undo, keep=self._how.squash or 0)
+            view = draft.manifest
+            bases.append(
+                Base(
+                    newest=view,
+                    weights=Weights(ref=view.ref, bits=after, entries=draft.entries),
+                )
+            )
+        self._held = Newest(manifest=manifest, bases=tuple(bases))
 
     # --- many ranks --------------------------------------------------------------------------
 
@@ -416,35 +461,25 @@ class Publisher:
         except ObjectNotFoundError:
             return  # a run needs no record to have versions
 
-    def _loaded(self, have: Weights | None = None) -> Base:
-        """The newest version in the store, with its bits."""
-        newest = self._archive.newest()
-        if newest is None:
-            return Base(newest=None, weights=None)
-        try:
-            return Base(newest=newest, weights=self._archive.restore(newest.version, have))
-        except (IntegrityError, FormatError, ObjectNotFoundError, UnknownVersionError) as error:
-            if self._reanchor:
-                _LOG.warning("%s can't be rebuilt; the next is published in full.", newest.ref)
-                return Base(newest=newest, weights=None)
-            error.add_note(
-                f"The newest version {newest.ref} can't be rebuilt; "
-                "reanchor=True goes on with a full copy."
-            )
-            raise
+    def _loaded(self, before: Newest | None = None) -> Newest:
+        """The newest version in the store, with its bits in every format."""
+        bases = None if before is None else before.bases
+        return load_newest(self._lines, bases, reanchor=self._reanchor)
 
-    def _reloaded(self, have: Weights | None) -> Base:
+    def _reloaded(self, before: Newest | None) -> Newest:
         """The newest version again, which must still be this publisher's own."""
-        self._base = None
-        self._history.clear()
-        base = self._loaded(have)
-        if base.newest is not None and base.newest.writer != self._how.writer:
+        self._held = None
+        for line in self._lines:
+            line.history.clear()
+        held = self._loaded(before)
+        newest = held.manifest
+        if newest is not None and newest.writer != self._how.writer:
             self._fence(
-                f"version {base.newest.version} was published by {base.newest.writer!r}; "
+                f"version {newest.version} was published by {newest.writer!r}; "
                 "let one trainer publish to a run."
             )
             self._check_fence()
-        return base
+        return held
 
     # --- small parts -------------------------------------------------------------------------
 
@@ -481,19 +516,39 @@ def _report(
     manifest: Manifest, *, repeated: bool, encode_seconds: float, put_seconds: float
 ) -> PublishReport:
     objects = sum(ref.size for ref in manifest.objects)
+    views = manifest.views
     return PublishReport(
         ref=manifest.ref,
         step=manifest.step,
         written=not repeated,
         anchor=manifest.anchor is not None,
-        changed=0 if repeated else manifest.changed,
-        elements=manifest.elements,
+        changed=0 if repeated else sum(view.changed for view in views),
+        elements=sum(view.elements for view in views),
         bytes_sent=0 if repeated else objects + len(encode_manifest(manifest)),
-        bytes_full=manifest.bytes_full,
+        bytes_full=sum(view.bytes_full for view in views),
         encode_seconds=encode_seconds,
         put_seconds=put_seconds,
         waited_seconds=0.0,
     )
+
+
+def _kept(
+    before: Mapping[str, TensorBits],
+    known: Mapping[str, TensorEntry],
+    draft: Draft,
+    target: Bits,
+) -> Bits:
+    """A copy of `target` in the memory of `before`; what did not change is shared."""
+    return {
+        name: before[name]
+        if known.get(name) == draft.entries[name]
+        else copied(bits, before.get(name))
+        for name, bits in target.items()
+    }
+
+
+def _any_away(tensors: Mapping[str, Any]) -> bool:
+    return any(map(on_device, tensors.values()))
 
 
 def _outcome_of(work: Callable[[], _T]) -> Callable[[], _T]:
