@@ -1,4 +1,5 @@
-"""A machine for tests. The invariant: what `rebuild(v)` gives is bit for bit what was published as v, or a typed error.
+"""A machine for tests. The invariant: what `rebuild(v)` gives is bit for bit what was published as
+v, or a typed error.
 
 A model-based machine: two trainers publish into one store, call by call a request fails, loses
 its reply or is the last of its process; objects rot and are restored; old versions are removed;
