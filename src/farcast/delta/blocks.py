@@ -171,6 +171,31 @@ def survey(old: Bytes, new: Bytes, bits: int, classes: Classes) -> Survey:
     return Survey(held.bounds.copy(), gap, size, own, found)
 
 
+def arranged(
+    event_class: npt.NDArray[np.uint8], ranks: Ranks, changes: Changes, bits: int, classes: Classes
+) -> Survey:
+    """The survey of a block whose changes were found elsewhere, in ascending position."""
+    bounds, own = np.zeros(257, np.int64), np.zeros((classes.number, 5), np.uint8)
+    gap, size = np.empty(ranks.size, np.uint32), np.empty(ranks.size, np.uint64)
+    if ranks.size:
+        kernels = _kernels()
+        kernels.arrange(ranks.size, event_class, ranks, changes, bits, bounds, gap, size)
+        kernels.fit(classes.number, bounds, gap, size, own)
+    return Survey(bounds, gap, size, own, ranks.size)
+
+
+def dense_survey(changed: int, classes: Classes) -> Survey:
+    """The survey of a block of which only the number of changes was kept."""
+    none = np.empty(0, np.uint64)
+    own = np.zeros((classes.number, 5), np.uint8)
+    return Survey(_EMPTY_BOUNDS, none.astype(np.uint32), none, own, changed, changed > 0)
+
+
+def dense_from() -> int:
+    """A block of which more than one word in so many changed is dense."""
+    return int(_kernels().DENSE_FROM)
+
+
 _EMPTY_BOUNDS = np.zeros(257, np.int64)
 
 
@@ -178,8 +203,15 @@ def block_cost(found: Survey) -> int:
     """Bits of a block with its own parameters, about."""
     if found.dense:
         return 8 * found.changed
-    cost = int(_kernels().cost_of(len(found.own), *found[:3], found.own))
-    return cost + found.changed
+    return _costs(found, [found.own])[0] + found.changed
+
+
+def _costs(found: Survey, tables: list[Table]) -> list[int]:
+    """Bits of a block under each of several tables of the same classes, signs left out."""
+    costs = np.empty(len(tables), np.int64)
+    _kernels().costs_of(*found[:3], np.array(tables), costs)
+    counted: list[int] = costs.tolist()
+    return counted
 
 
 _NO_ROWS = np.empty((0, 5), np.uint8)
@@ -219,14 +251,12 @@ class Tables:
         `DENSE` for a block that needs none, or when there are too many."""
         if found.dense:
             return DENSE
-        cost_of, events = _kernels().cost_of, (classes.number, *found[:3])
-        likely = [i for i, (kind, _) in enumerate(self._kept) if kind == classes]
-        costs = [(int(cost_of(*events, self.rows(i))), i) for i in likely[-WEIGHED_TABLES:]]
+        likely = [i for i, (kind, _) in enumerate(self._kept) if kind == classes][-WEIGHED_TABLES:]
         own = Parameters(classes.first, classes.last, found.own)
-        if costs:
-            cost, best = min(costs)
-            saved = cost - int(cost_of(*events, found.own))
-            if saved <= 8 * own.nbytes or len(self._kept) == MAX_TABLES:
+        if likely:
+            *costs, least = _costs(found, [*map(self.rows, likely), found.own])
+            cost, best = min(zip(costs, likely, strict=True))
+            if cost - least <= 8 * own.nbytes or len(self._kept) == MAX_TABLES:
                 return best
         if len(self._kept) == MAX_TABLES:
             return DENSE

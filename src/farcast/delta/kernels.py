@@ -25,6 +25,10 @@ from numba.extending import intrinsic
 from farcast.delta.conditioned import MAX_GOLOMB, NO_RUNS
 
 GROUP = 64
+CHUNK = 512
+"""Words whose classes are counted at once: the counts are summed lane by lane, which takes a third
+of what a mask and its ones take for every group. At most 2,040, eight times the most of a byte."""
+
 MAX_QUOTIENT = 24
 """A Golomb quotient from here on is written as 24 ones and the whole number: a bound on the cost
 of a number no parameter foresaw."""
@@ -34,8 +38,8 @@ DENSE_FROM = 4
 same there, and gaps cost more time the more there are."""
 
 RARE = 1000
-"""Classes that together hold one word in so many are counted one by one, the others by masks: a
-branch that is taken once in twenty groups costs less than a class more in every group."""
+"""Classes that together hold one word in so many are counted one by one, the others by lanes: a
+branch that is taken in every other chunk costs about what a class more in every chunk does."""
 
 FITTED = 128
 """Changes of a class in a block that its parameters are fitted to."""
@@ -83,9 +87,17 @@ def _differ(typing: Any, a: Any, b: Any, index: Any) -> Any:
 
 @intrinsic
 def _classes(
-    typing: Any, words: Any, index: Any, shift: Any, mask: Any, first: Any, last: Any, out: Any
+    typing: Any,
+    words: Any,
+    index: Any,
+    shift: Any,
+    mask: Any,
+    first: Any,
+    last: Any,
+    out: Any,
+    at: Any,
 ) -> Any:
-    """`out[:64]` = class of each of the 64 words from `index` on:
+    """`out[at : at + 64]` = class of each of the 64 words from `index` on:
     min(max(((word >> shift) & mask) - first, 0), last)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -105,31 +117,66 @@ def _classes(
         high = _splat(builder, args[5], 8)
         lanes = builder.select(builder.icmp_unsigned("<", lanes, high), lanes, high)
         data = cgutils.create_struct_proxy(signature.args[6])(context, builder, value=args[6]).data
-        builder.store(lanes, builder.bitcast(data, small.as_pointer()), align=1)
+        address = builder.bitcast(builder.gep(data, [args[7]]), small.as_pointer())
+        builder.store(lanes, address, align=1)
         return context.get_dummy_value()
 
     signature = types.void(
-        words, types.int64, types.uint64, types.uint8, types.uint8, types.uint8, out
+        words, types.int64, types.uint64, types.uint8, types.uint8, types.uint8, out, types.int64
     )
     return signature, generate
 
 
 def _compare(operator: str) -> Any:
     @intrinsic
-    def compare(typing: Any, classes: Any, value: Any) -> Any:
+    def compare(typing: Any, classes: Any, index: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            zero = ir.Constant(ir.IntType(64), 0)
-            lanes = _vector_at(context, builder, signature.args[0], args[0], zero)
-            same = builder.icmp_unsigned(operator, lanes, _splat(builder, args[1], 8))
+            lanes = _vector_at(context, builder, signature.args[0], args[0], args[1])
+            same = builder.icmp_unsigned(operator, lanes, _splat(builder, args[2], 8))
             return builder.bitcast(same, ir.IntType(64))
 
-        return types.uint64(classes, types.uint8), generate
+        return types.uint64(classes, types.int64, types.uint8), generate
 
     return compare
 
 
 _equal = _compare("==")
 _below = _compare("<")
+
+
+@intrinsic
+def _tally(typing: Any, classes: Any, value: Any) -> Any:
+    """How many of the first `CHUNK` classes are `value`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole = ir.VectorType(ir.IntType(8), GROUP)
+        wanted, seen = _splat(builder, args[1], 8), ir.Constant(whole, [0] * GROUP)
+        for at in range(0, CHUNK, GROUP):
+            index = ir.Constant(ir.IntType(64), at)
+            lanes = _vector_at(context, builder, signature.args[0], args[0], index)
+            same = builder.icmp_unsigned("==", lanes, wanted)
+            seen = builder.sub(seen, builder.sext(same, whole))  # a set lane is minus one
+        width = GROUP
+        while width > 8:
+            width //= 2
+            low, high = (
+                ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(start, start + width)))
+                for start in (0, width)
+            )
+            seen = builder.add(
+                builder.shuffle_vector(seen, seen, low), builder.shuffle_vector(seen, seen, high)
+            )
+        word = builder.bitcast(seen, ir.IntType(64))  # eight bytes of at most CHUNK / 8 each
+
+        def number(value: int) -> Any:
+            return ir.Constant(ir.IntType(64), value)
+
+        every_other = number(0x00FF00FF00FF00FF)
+        high = builder.and_(builder.lshr(word, number(8)), every_other)
+        pairs = builder.add(builder.and_(word, every_other), high)
+        return builder.lshr(builder.mul(pairs, number(0x0001000100010001)), number(48))
+
+    return types.int64(classes, types.uint8), generate
 
 
 @intrinsic
@@ -219,30 +266,45 @@ def find(old, new, bits, shift, mask, first, last, cut, event_class, event_rank,
     and the events are of no use. The event arrays hold a block each.
     """
     counts = np.zeros(256, np.int64)
-    classes = np.empty(64, np.uint8)
+    classes = np.empty(CHUNK, np.uint8)
+    masks = np.empty(CHUNK // GROUP, np.uint64)
     width = _width(bits)
     found, most = 0, old.size // DENSE_FROM
-    whole = old.size // 64 * 64
-    for at in range(0, whole, 64):
-        changed = _differ(old, new, at)
+    whole = old.size // CHUNK * CHUNK
+    for at in range(0, whole, CHUNK):
         if found > most:
             return -_count(old, new)
-        _classes(old, at, shift, mask, first, last, classes)
-        while changed != 0:
-            bit = _lowest(changed)
-            under = (changed & (np.uint64(0) - changed)) - np.uint64(1)
-            changed &= changed - np.uint64(1)
-            k = classes[bit]
-            event_class[found] = k
-            event_rank[found] = counts[k] + _ones(_equal(classes, k) & under)
-            event_change[found] = (np.uint64(new[at + bit]) - np.uint64(old[at + bit])) & width
-            found += 1
-        rare = _below(classes, np.uint8(cut))
-        while rare != 0:
-            counts[classes[_lowest(rare)]] += 1
-            rare &= rare - np.uint64(1)
-        for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
-            counts[k] += _ones(_equal(classes, np.uint8(k)))
+        some = np.uint64(0)
+        for g in range(CHUNK // GROUP):
+            masks[g] = _differ(old, new, at + GROUP * g)
+            some |= masks[g]
+            _classes(old, at + GROUP * g, shift, mask, first, last, classes, GROUP * g)
+        for g in range(CHUNK // GROUP if some else 0):
+            changed = masks[g]
+            while changed != 0:
+                bit = _lowest(changed)
+                under = (changed & (np.uint64(0) - changed)) - np.uint64(1)
+                changed &= changed - np.uint64(1)
+                i = GROUP * g + bit
+                k = classes[i]
+                rank = counts[k] + _ones(_equal(classes, GROUP * g, k) & under)
+                for before in range(g):
+                    rank += _ones(_equal(classes, GROUP * before, k))
+                event_class[found], event_rank[found] = k, rank
+                event_change[found] = (np.uint64(new[at + i]) - np.uint64(old[at + i])) & width
+                found += 1
+        left = np.int64(CHUNK)
+        for g in range(CHUNK // GROUP if cut else 0):
+            rare = _below(classes, GROUP * g, np.uint8(cut))
+            while rare != 0:
+                counts[classes[GROUP * g + _lowest(rare)]] += 1
+                left -= 1
+                rare &= rare - np.uint64(1)
+        for k in range(np.uint64(cut), np.uint64(last)):
+            number = _tally(classes, np.uint8(k))
+            counts[k] += number
+            left -= number
+        counts[last] += left
     for at in range(whole, old.size):
         k = _class(old[at], shift, mask, first, last)
         if old[at] != new[at]:
@@ -250,6 +312,9 @@ def find(old, new, bits, shift, mask, first, last, cut, event_class, event_rank,
             event_change[found] = (np.uint64(new[at]) - np.uint64(old[at])) & width
             found += 1
         counts[k] += 1
+    last_group = (old.size // GROUP - 1) * GROUP
+    if found > most and last_group > 0 and _count(old[:last_group], new[:last_group]) > most:
+        return -_count(old, new)
     return found
 
 
@@ -377,50 +442,78 @@ def pool(classes, blocks, starts, gap, size, bounds, pooled_gap, pooled_size, ro
 
 
 @njit(nogil=True, cache=True)
+def _least(costs, start):
+    """The cheapest of the parameters from `start` on, the first of equals, and its cost."""
+    best = np.int64(0)
+    for i in range(1, costs.size):
+        if costs[i] < costs[best]:
+            best = np.int64(i)
+    return start + best, costs[best]
+
+
+@njit(nogil=True, cache=True)
 def _fit_gaps(gap, lo, hi, row):
-    row[0], row[1], least = 0, NO_RUNS, NEVER
+    row[0], row[1] = 0, NO_RUNS
     if hi == lo:
         return
-    total, zeros, runs = np.int64(0), np.int64(0), np.int64(0)
+    total, zeros = np.int64(0), np.int64(0)
     for j in range(lo, hi):
         total += np.int64(gap[j])
         zeros += gap[j] == 0
-        runs += gap[j] == 0 and (j == lo or gap[j - 1] != 0)
+    costs = np.zeros(TRIED, np.int64)
     start = _near(total, hi - lo)
-    for g in range(start, start + TRIED):
-        bits = np.int64(0)
-        for j in range(lo, hi):
-            bits += _length(np.uint64(gap[j]), g)
-        if bits < least:
-            row[0], least = g, bits
+    for i in range(TRIED):
+        costs[i] = gaps_cost(gap, lo, hi, start + i)
+    row[0], least = _least(costs, start)
     if 2 * zeros < hi - lo:
         return
     others = hi - lo - zeros
     after = _near(total - others, max(1, others))
     length = _near(zeros, others + 1)
-    for g in range(after, after + TRIED):
-        for z in range(length, length + TRIED):
-            bits = runs_cost(gap, lo, hi, z, g)
-            if bits < least:
-                row[0], row[1], least = g, z, bits
+    apart = np.zeros(TRIED, np.int64)
+    costs[:] = 0
+    for i in range(TRIED):  # what runs take does not depend on what the gaps after them take
+        apart[i], costs[i] = _runs_costs(gap, lo, hi, length + i, after + i)
+    z, of_runs = _least(apart, length)
+    g, of_gaps = _least(costs, after)
+    if of_runs + of_gaps < least:
+        row[0], row[1] = g, z
 
 
 @njit(nogil=True, cache=True)
-def runs_cost(gap, lo, hi, z, g):
-    """Bits of gaps whose zeros are coded as runs."""
-    bits, zeros = np.int64(0), np.int64(0)
+def gaps_cost(gap, lo, hi, g):
+    """Bits of gaps that are coded one by one: `_length` of each, in lanes."""
+    part = gap[lo:hi]
+    k, bits = np.uint32(g >> 1), np.uint32(0)
+    if g & 1:
+        for j in range(part.size):
+            high = part[j] >> k
+            third = high // np.uint32(3)
+            more = np.uint32(high != third * np.uint32(3))
+            bits += min(third, np.uint32(60)) + more
+        return np.int64(bits) + part.size * (2 + (g >> 1))
+    for j in range(part.size):
+        bits += min(part[j] >> k, np.uint32(60))
+    return np.int64(bits) + part.size * (1 + (g >> 1))
+
+
+@njit(nogil=True, cache=True)
+def _runs_costs(gap, lo, hi, z, g):
+    """Bits of the runs of zero gaps, and of the gaps after them."""
+    runs, bits, zeros = np.int64(0), np.int64(0), np.int64(0)
     for j in range(lo, hi):
         if gap[j] == 0:
             zeros += 1
         else:
-            bits += _length(np.uint64(zeros), z) + _length(np.uint64(gap[j]) - np.uint64(1), g)
+            runs += _length(np.uint64(zeros), z)
+            bits += _length(np.uint64(gap[j]) - np.uint64(1), g)
             zeros = 0
-    return bits + (_length(np.uint64(zeros), z) if zeros else np.int64(0))
+    return runs + (_length(np.uint64(zeros), z) if zeros else np.int64(0)), bits
 
 
 @njit(nogil=True, cache=True)
 def _fit_sizes(size, lo, hi, row):
-    row[2], row[3], least = NO_RUNS, 0, NEVER
+    row[2], row[3] = NO_RUNS, 0
     if hi == lo:
         return
     total, larger = np.uint64(0), np.int64(0)
@@ -429,27 +522,45 @@ def _fit_sizes(size, lo, hi, row):
         total += min(one_less, np.uint64(1 << 32))
         larger += one_less != 0
     start = _near(total, hi - lo)
-    for g in range(start, start + TRIED):
-        bits = plain_cost(size, lo, hi, g)
-        if bits < least:
-            row[3], least = g, bits
-    if 3 * larger > hi - lo:
-        return
     more = _near(total - np.uint64(larger), max(1, larger))
     apart = _near(hi - lo - larger, larger + 1)
-    for g in range(more, more + TRIED):
-        for r in range(apart, apart + TRIED):
-            bits = larger_cost(size, lo, hi, r, g)
-            if bits < least:
-                row[2], row[3], least = r, g, bits
+    plain, rest, runs = (
+        np.zeros(TRIED, np.int64),
+        np.zeros(TRIED, np.int64),
+        np.zeros(TRIED, np.int64),
+    )
+    ones = np.int64(0)
+    for j in range(lo, hi):  # only what is larger than one differs from parameter to parameter
+        value = size[j] >> np.uint64(1)
+        if value == 0:
+            ones += 1
+            continue
+        for i in range(TRIED):
+            plain[i] += _length(value, start + i)
+            rest[i] += _length(value - np.uint64(1), more + i)
+            runs[i] += _length(np.uint64(ones), apart + i)
+        ones = 0
+    for i in range(TRIED):
+        plain[i] += (hi - lo - larger) * _length(np.uint64(0), start + i)
+        runs[i] += _larger_head(hi - lo, larger, apart + i)
+    row[3], least = _least(plain, start)
+    if 3 * larger > hi - lo:
+        return
+    r, of_runs = _least(runs, apart)
+    m, of_rest = _least(rest, more)
+    if of_runs + of_rest < least:
+        row[2], row[3] = r, m
 
 
 @njit(nogil=True, cache=True)
-def plain_cost(size, lo, hi, g):
-    bits = np.int64(0)
+def _plain_cost(size, lo, hi, g):
+    bits, larger = np.int64(0), np.int64(0)
     for j in range(lo, hi):
-        bits += _length(size[j] >> np.uint64(1), g)
-    return bits
+        value = size[j] >> np.uint64(1)
+        if value:
+            bits += _length(value, g)
+            larger += 1
+    return bits + (hi - lo - larger) * _length(np.uint64(0), g)
 
 
 @njit(nogil=True, cache=True)
@@ -460,38 +571,64 @@ def larger_parameter(number, r):
 
 
 @njit(nogil=True, cache=True)
-def larger_cost(size, lo, hi, r, g):
-    """Bits of sizes of which only those larger than one are coded, and where."""
-    bits, ones, larger = np.int64(0), np.int64(0), np.int64(0)
-    for j in range(lo, hi):
-        value = size[j] >> np.uint64(1)
-        if value == 0:
-            ones += 1
-        else:
-            bits += _length(np.uint64(ones), r) + _length(value - np.uint64(1), g)
-            larger += 1
-            ones = 0
-    return bits + _length(np.uint64(larger), 2 * larger_parameter(hi - lo, r))
+def _larger_head(number, larger, r):
+    """Bits of how many of `number` changes are larger than one."""
+    return _length(np.uint64(larger), 2 * larger_parameter(number, r))
 
 
 @njit(nogil=True, cache=True)
-def cost_of(classes, bounds, gap, size, row):
-    """Bits of a block under parameters that were fitted to another one, signs left out."""
-    bits = np.int64(0)
+def _larger_cost(size, lo, hi, r, g):
+    """Bits of sizes of which only those larger than one are coded, and where."""
+    bits, larger, before = np.int64(0), np.int64(0), np.int64(lo - 1)
+    for j in range(lo, hi):
+        value = size[j] >> np.uint64(1)
+        if value:
+            bits += _length(np.uint64(j - before - 1), r) + _length(value - np.uint64(1), g)
+            larger += 1
+            before = j
+    return bits + _larger_head(hi - lo, larger, r)
+
+
+@njit(nogil=True, cache=True)
+def _gaps_cost(gap, lo, hi, row):
+    if row[1] == NO_RUNS:
+        return gaps_cost(gap, lo, hi, np.int64(row[0]))
+    runs, bits = _runs_costs(gap, lo, hi, np.int64(row[1]), np.int64(row[0]))
+    return runs + bits
+
+
+@njit(nogil=True, cache=True)
+def _sizes_cost(size, lo, hi, row):
+    if row[2] == NO_RUNS:
+        return _plain_cost(size, lo, hi, np.int64(row[3]))
+    return _larger_cost(size, lo, hi, np.int64(row[2]), np.int64(row[3]))
+
+
+@njit(nogil=True, cache=True)
+def costs_of(bounds, gap, size, rows, costs):
+    """`costs[t]` = bits of a block under the parameters `rows[t]`, signs left out. Parameters that
+    an earlier table has too are not weighed again."""
+    tables, classes = rows.shape[0], rows.shape[1]
+    of_gaps, of_sizes = np.empty(tables, np.int64), np.empty(tables, np.int64)
+    costs[:] = 0
     for k in range(classes):
         lo, hi = bounds[k], bounds[k + 1]
-        bits += _length(np.uint64(hi - lo), 2 * np.int64(row[k, 4]))
-        g = np.int64(row[k, 0])
-        if row[k, 1] == NO_RUNS:
-            for j in range(lo, hi):
-                bits += _length(np.uint64(gap[j]), g)
-        else:
-            bits += runs_cost(gap, lo, hi, np.int64(row[k, 1]), g)
-        if row[k, 2] == NO_RUNS:
-            bits += plain_cost(size, lo, hi, np.int64(row[k, 3]))
-        elif hi > lo:
-            bits += larger_cost(size, lo, hi, np.int64(row[k, 2]), np.int64(row[k, 3]))
-    return bits
+        for t in range(tables):
+            row = rows[t, k]
+            costs[t] += _length(np.uint64(hi - lo), 2 * np.int64(row[4]))
+            if lo == hi:
+                continue
+            like_gaps = like_sizes = t
+            for other in range(t - 1, -1, -1):
+                if rows[other, k, 0] == row[0] and rows[other, k, 1] == row[1]:
+                    like_gaps = other
+                if rows[other, k, 2] == row[2] and rows[other, k, 3] == row[3]:
+                    like_sizes = other
+            of_gaps[t] = _gaps_cost(gap, lo, hi, row) if like_gaps == t else of_gaps[like_gaps]
+            of_sizes[t] = (
+                _sizes_cost(size, lo, hi, row) if like_sizes == t else of_sizes[like_sizes]
+            )
+            costs[t] += of_gaps[t] + of_sizes[t]
 
 
 @njit(nogil=True, cache=True)
@@ -838,40 +975,51 @@ def locate(words, shift, mask, first, last, cut, bounds, rank, chosen, place):
 
     Returns 0, or MALFORMED where a class has fewer words than its events ask for.
     """
-    classes = np.empty(64, np.uint8)
+    classes = np.empty(CHUNK, np.uint8)
     following = bounds[:256].copy()
     left = np.full(256, NEVER, np.int64)  # words of the class before its next event
+    total = np.empty(256, np.int64)
+    counted = np.empty(256, np.uint8)  # classes with events; the others need no counting
+    number, rare_ones = 0, False
     for k in range(np.int64(last) + 1):
         if bounds[k] < bounds[k + 1]:
             left[k] = rank[bounds[k]]
-    whole = words.size // 64 * 64
-    for at in range(0, whole, 64):
-        _classes(words, at, shift, mask, first, last, classes)
-        rare = _below(classes, np.uint8(cut))
-        while rare != 0:
-            bit = _lowest(rare)
-            rare &= rare - np.uint64(1)
-            k = classes[bit]
-            if left[k] == 0:
-                left[k] += _hit(np.int64(k), at + bit, following, bounds, rank, place)
-            left[k] -= 1
+            if k < np.int64(cut):
+                rare_ones = True
+            else:
+                counted[number] = k
+                number += 1
+    whole = words.size // CHUNK * CHUNK
+    for at in range(0, whole, CHUNK):
+        for g in range(CHUNK // GROUP):
+            _classes(words, at + GROUP * g, shift, mask, first, last, classes, GROUP * g)
+        for g in range(CHUNK // GROUP if rare_ones else 0):
+            rare = _below(classes, GROUP * g, np.uint8(cut))
+            while rare != 0:
+                i = GROUP * g + _lowest(rare)
+                rare &= rare - np.uint64(1)
+                k = classes[i]
+                if left[k] == 0:
+                    left[k] += _hit(np.int64(k), at + i, following, bounds, rank, place)
+                left[k] -= 1
         hit = np.int64(0)
-        for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
-            left[k] -= _ones(_equal(classes, np.uint8(k)))
+        for n in range(number):
+            k = counted[n]
+            total[n] = _tally(classes, k)
+            left[k] -= total[n]
             hit |= left[k]
-        if hit >= 0:
-            continue
-        over = np.uint64(0)
-        for k in range(np.uint64(cut), np.uint64(last) + np.uint64(1)):
-            over |= (np.uint64(left[k]) >> np.uint64(63)) << k
-        while over != 0:
-            k = _lowest(over)
-            over &= over - np.uint64(1)
-            same = _equal(classes, np.uint8(k))
-            total = _ones(same)
+        for n in range(number if hit < 0 else 0):
+            k = np.int64(counted[n])
+            g, passed, inside, same = -1, np.int64(0), np.int64(0), np.uint64(0)
             while left[k] < 0:
-                bit = _select(same, left[k] + total, chosen)
-                left[k] += _hit(k, at + bit, following, bounds, rank, place)
+                within = left[k] + total[n]
+                while within >= passed + inside:
+                    passed += inside
+                    g += 1
+                    same = _equal(classes, GROUP * g, np.uint8(k))
+                    inside = _ones(same)
+                bit = _select(same, within - passed, chosen)
+                left[k] += _hit(k, at + GROUP * g + bit, following, bounds, rank, place)
     for at in range(whole, words.size):
         k = _class(words[at], shift, mask, first, last)
         if left[k] == 0:
