@@ -49,14 +49,16 @@ class Freshness:
         if self._archive.trusted is None:
             return newest
         if seen is not None:
-            _refuse_older(newest, seen, "was verified here before")
+            _refuse_older(_ref(newest), seen, "was verified here before")
         timestamp = self._current()
         if timestamp is None:
             return newest
         if newest is None or newest.version < timestamp.version:
             newest = self._archive.newest(relist=True)
         told = VersionRef(timestamp.run_id, timestamp.version, timestamp.root)
-        _refuse_older(newest, told, "is named by the signed timestamp")
+        # A timestamp names what the whole manifest does, whichever format is taken here.
+        shown = None if newest is None else self._archive.whole_ref(newest)
+        _refuse_older(shown, told, "is named by the signed timestamp")
         return newest
 
     def _current(self) -> Timestamp | None:
@@ -79,7 +81,11 @@ class Freshness:
         return held
 
 
-def _refuse_older(newest: Manifest | None, known: VersionRef, why: str) -> None:
+def _ref(manifest: Manifest | None) -> VersionRef | None:
+    return None if manifest is None else manifest.ref
+
+
+def _refuse_older(newest: VersionRef | None, known: VersionRef, why: str) -> None:
     if newest is None or newest.version < known.version:
         shown = "none" if newest is None else f"version {newest.version}"
         raise RollbackError(
@@ -88,7 +94,7 @@ def _refuse_older(newest: Manifest | None, known: VersionRef, why: str) -> None:
         )
     if newest.version == known.version and newest.root != known.root:
         raise RollbackError(
-            f"The store shows {newest.ref}, but {known} {why}; it was put back to an earlier "
+            f"The store shows {newest}, but {known} {why}; it was put back to an earlier "
             "state, or shows different readers different things. What is served stays."
         )
 

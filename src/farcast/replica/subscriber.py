@@ -118,6 +118,9 @@ class Subscriber:
 
     `on_progress` is called from the staging thread. `workers` bounds requests in flight.
 
+    `served_format` names which of a run's formats is taken; None takes the one that each manifest
+    names first.
+
     With `trusted_key` only versions that this key signed are taken, and a store that holds
     versions back is found out once the publisher's last timestamp has run out: nothing is taken
     any more (`on_expiry="warn"`: a warning is logged and kept in `warning`).
@@ -134,12 +137,15 @@ class Subscriber:
         *,
         on_progress: OnProgress | None = None,
         workers: int = 4,
+        served_format: str | None = None,
         trusted_key: TrustedKey | None = None,
         on_expiry: OnExpiry = "refuse",
         costs: Costs | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._archive = Archive(store, run_id, workers=workers, trusted=trusted_key)
+        self._archive = Archive(
+            store, run_id, workers=workers, trusted=trusted_key, served_format=served_format
+        )
         self._freshness = Freshness(self._archive, on_expiry=on_expiry, clock=clock)
         self._target = target
         self._costs = costs
@@ -297,8 +303,10 @@ class Subscriber:
         return newest
 
     def _no_version(self) -> UnknownVersionError:
+        served = self._archive.served_format
+        what = "version" if served is None else f"version served as {served}"
         return UnknownVersionError(
-            f"The run {self._archive.run_id!r} has no version yet; wait for its trainer."
+            f"The run {self._archive.run_id!r} has no {what} yet; wait for its trainer."
         )
 
     def _roots(self, want: Manifest) -> Mapping[str, VersionRef]:

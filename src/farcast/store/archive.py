@@ -130,6 +130,7 @@ class Archive:
         self._served_format = served_format
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
+        self._wholes: dict[int, VersionRef] = {}
         self._newest: Manifest | None = None
         self._damaged: dict[int, FarcastError] = {}
 
@@ -231,6 +232,11 @@ class Archive:
             if damage is not None:
                 raise damage from None
             raise
+
+    def whole_ref(self, manifest: Manifest) -> VersionRef:
+        """What a manifest of this archive is called where no one format is looked at."""
+        with self._lock:
+            return self._wholes.get(manifest.version, manifest.ref)
 
     def damage_between(self, have: VersionRef | None, want: VersionRef) -> FarcastError | None:
         """What keeps a path from leading through the newest damaged version before `want`."""
@@ -417,7 +423,9 @@ class Archive:
             self._note_damage(version, error)
             raise
         if self._served_format is not None:
-            manifest = manifest.view(self._served_format)
+            whole, manifest = manifest.ref, manifest.view(self._served_format)
+            with self._lock:
+                self._wholes[version] = whole
         self._keep(manifest)
         return manifest
 
@@ -447,7 +455,9 @@ class Archive:
             self._damaged.pop(manifest.version, None)
             self._manifests[manifest.version] = manifest
             while len(self._manifests) > MANIFESTS_KEPT:
-                del self._manifests[next(iter(self._manifests))]
+                oldest = next(iter(self._manifests))
+                del self._manifests[oldest]
+                self._wholes.pop(oldest, None)
 
     def _listed(self, known: Manifest | None) -> Manifest | None:
         """The last version that a list shows after `known` and whose manifest can be used. Raises
