@@ -1,5 +1,6 @@
 """Plans are the cheapest paths, never cycle, never cross a root that does not fit, and print."""
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from farcast.errors import ConfigError, FormatError, LimitError, UnknownVersionError
 from farcast.lineage import (
     MAX_MANIFESTS_READ,
+    Costs,
     Delta,
     Manifest,
     ObjectRef,
@@ -17,6 +19,7 @@ from farcast.lineage import (
     check_anchor_every,
     is_anchor_due,
     plan,
+    squash_spans,
 )
 from farcast.types import VersionRef
 
@@ -254,3 +257,51 @@ def test_anchor_schedule() -> None:
     for every in (0, -1, 10**6):
         with pytest.raises(ConfigError):
             check_anchor_every(every)
+
+
+def test_over_a_slow_line_fewer_bytes_win_and_over_a_long_one_fewer_objects() -> None:
+    """Ten deltas of 10 bytes against one squashed delta of 150."""
+    chain = lineage({0: 1000}, {(v - 1, v): 10 for v in range(1, 11)} | {(0, 10): 150})
+    have, want = at(0), at(10)
+    by_bytes = plan(have, want, chain)
+    assert (len(by_bytes.steps), by_bytes.seconds) == (10, None)
+    slow = plan(have, want, chain, Costs(rate=10, rtt=0.1, in_flight=1))
+    assert len(slow.steps) == 10
+    assert slow.seconds == pytest.approx(0.1 + 100 / 10 + 10 * 0.1)
+    long = plan(have, want, chain, Costs(rate=10, rtt=2, in_flight=1))
+    assert len(long.steps) == 1
+    assert long.seconds == pytest.approx(2 + 150 / 10 + 2)
+    assert "seconds" in str(long)
+    assert "seconds" not in str(by_bytes)
+    assert plan(want, want, chain, Costs(rate=10, rtt=2)).seconds == 0
+
+
+FACTOR = 4
+SPANNED = 700
+
+
+def scheduled(delta: int, anchor: int, anchor_every: int) -> dict[int, Manifest]:
+    """A long run on the schedule of a publisher. A change over `n` versions is smaller than `n`
+    changes, as elements that change twice count once."""
+    anchors = {v: anchor for v in range(0, SPANNED, anchor_every)}
+    deltas = {(v - 1, v): delta for v in range(1, SPANNED)}
+    for version in range(1, SPANNED):
+        for span in squash_spans(version, FACTOR):
+            deltas[version - span, version] = int(delta * span**0.9)
+    return lineage(anchors, deltas)
+
+
+SCHEDULED = [scheduled(100, 100_000, 20), scheduled(100, 2_000, 20), scheduled(100, 10**9, 2000)]
+
+
+@given(st.sampled_from(SCHEDULED), st.integers(0, SPANNED - 1), st.integers(0, SPANNED - 1))
+def test_any_later_version_is_a_logarithm_of_objects_away(
+    manifests: dict[int, Manifest], one: int, other: int
+) -> None:
+    have, want = sorted((one, other))
+    found = plan(at(have), at(want), manifests)
+    levels = 1 + math.floor(math.log(max(1, want - have), FACTOR))
+    assert found.objects <= 2 * (FACTOR - 1) * levels
+    if one < other:  # a newcomer too
+        fresh = plan(None, at(want), manifests)
+        assert fresh.objects <= 1 + 2 * (FACTOR - 1) * (1 + math.floor(math.log(SPANNED, FACTOR)))

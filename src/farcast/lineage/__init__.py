@@ -29,7 +29,7 @@ from farcast.lineage.manifest import (
     parse_version_key,
     version_key,
 )
-from farcast.lineage.planning import MAX_MANIFESTS_READ, Plan, PlanStep, plan
+from farcast.lineage.planning import MAX_MANIFESTS_READ, Costs, Plan, PlanStep, plan
 from farcast.lineage.retention import first_kept
 from farcast.lineage.schedule import (
     MAX_ANCHOR_DISTANCE,
@@ -53,6 +53,7 @@ __all__ = [
     "RUN_KEY",
     "TIMESTAMP_KEY",
     "VERSIONS_PREFIX",
+    "Costs",
     "Delta",
     "Manifest",
     "ObjectRef",

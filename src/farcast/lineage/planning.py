@@ -1,4 +1,5 @@
-"""The cheapest way, in bytes, from what a replica has to the version it wants. Pure.
+"""The cheapest way from what a replica has to the version it wants: in bytes, or in seconds over
+a link whose figures are given. Pure.
 
 The graph: an edge from `base` to `v` for each delta in the manifest of `v`, and an edge from
 nothing to `v` where `v` was published in full. `plan` is Dijkstra's algorithm run backwards
@@ -20,7 +21,7 @@ What a hostile store can do to it, and what stops that:
 
 import heapq
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -33,6 +34,20 @@ MAX_MANIFESTS_READ = 4096
 
 _NOTHING = -1
 """The node a replica without any version stands on."""
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """A link: `rate` in bytes per second, `rtt` in seconds for a round trip, and how many objects
+    are asked for at once. A fetch is taken to last bytes / rate + objects * rtt / in_flight, and
+    one round trip more: what a reader that keeps its requests in flight can hope for."""
+
+    rate: Annotated[float, msgspec.Meta(gt=0)]
+    rtt: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    in_flight: Annotated[int, msgspec.Meta(ge=1)] = 4
+
+    def seconds(self, size: int, objects: int) -> float:
+        """For `objects` of `size` bytes together, after the first round trip."""
+        return size / self.rate + objects * self.rtt / self.in_flight
 
 
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,17 +68,27 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Steps in the order to apply them; none when `have` is already `want`.
 
-    `bytes_full` is what a raw copy of `want` would move. Printing a plan gives a table.
+    `bytes_full` is what a raw copy of `want` would move. `costs` is what decided; None: bytes.
+    Printing a plan gives a table.
     """
 
     have: VersionRef | None
     want: VersionRef
     steps: tuple[PlanStep, ...]
     bytes_full: int
+    costs: Costs | None = None
 
     @property
     def bytes(self) -> int:
         return sum(step.bytes for step in self.steps)
+
+    @property
+    def seconds(self) -> float | None:
+        """What fetching takes over the link of `costs`."""
+        if self.costs is None:
+            return None
+        first = self.costs.rtt if self.objects else 0.0
+        return first + self.costs.seconds(self.bytes, self.objects)
 
     @property
     def objects(self) -> int:
@@ -74,15 +99,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cost(NamedTuple):
-    """Compared in this order: bytes decide, then fewer objects, then fewer steps."""
+    """Compared in this order: the price (bytes or seconds) decides, then fewer objects, then
+    fewer steps."""
 
-    bytes: int = 0
+    price: float = 0
     objects: int = 0
     steps: int = 0
 
-    def then(self, objects: tuple[ObjectRef, ...]) -> "_Cost":
+    def then(self, objects: tuple[ObjectRef, ...], costs: Costs | None) -> "_Cost":
         size = sum(ref.size for ref in objects)
-        return _Cost(self.bytes + size, self.objects + len(objects), self.steps + 1)
+        price = size if costs is None else costs.seconds(size, len(objects))
+        return _Cost(self.price + price, self.objects + len(objects), self.steps + 1)
 
 
 class _Edge(NamedTuple):
@@ -93,8 +120,14 @@ class _Edge(NamedTuple):
     objects: tuple[ObjectRef, ...]
 
 
-def plan(have: VersionRef | None, want: VersionRef, manifests: Mapping[int, Manifest]) -> Plan:
-    """The cheapest path from `have` (None: nothing) to `want`.
+def plan(
+    have: VersionRef | None,
+    want: VersionRef,
+    manifests: Mapping[int, Manifest],
+    costs: Costs | None = None,
+) -> Plan:
+    """The cheapest path from `have` (None: nothing) to `want`: in bytes, or in seconds over the
+    link of `costs`.
 
     `manifests` is asked for single versions and may read them on demand; a version it does not
     hold is treated as gone. Raises `UnknownVersionError` when `want` is not there or no path
@@ -107,14 +140,17 @@ def plan(have: VersionRef | None, want: VersionRef, manifests: Mapping[int, Mani
             "ask for one that `farcast inspect` shows, or check the run."
         )
     if have == want:
-        return Plan(have=have, want=want, steps=(), bytes_full=target.bytes_full)
-    edges = _search(have, want, manifests)
+        return Plan(have=have, want=want, steps=(), bytes_full=target.bytes_full, costs=costs)
+    edges = _search(have, want, manifests, costs)
     steps = tuple(_step(base, edge, manifests[edge.version]) for base, edge in edges)
-    return Plan(have=have, want=want, steps=steps, bytes_full=target.bytes_full)
+    return Plan(have=have, want=want, steps=steps, bytes_full=target.bytes_full, costs=costs)
 
 
 def _search(
-    have: VersionRef | None, want: VersionRef, manifests: Mapping[int, Manifest]
+    have: VersionRef | None,
+    want: VersionRef,
+    manifests: Mapping[int, Manifest],
+    costs: Costs | None,
 ) -> list[tuple[int, _Edge]]:
     """(node before, edge) from the start to `want`, found backwards from `want`."""
     best: dict[int, _Cost] = {want.version: _Cost()}
@@ -137,7 +173,7 @@ def _search(
         if manifest is None:  # gone: no path leads through it
             continue
         for before, edge in _incoming(manifest):
-            candidate = cost.then(edge.objects)
+            candidate = cost.then(edge.objects, costs)
             if before not in best or candidate < best[before]:
                 best[before] = candidate
                 onward[before] = edge
@@ -214,15 +250,26 @@ def _table(plan: Plan) -> Iterator[str]:
     if not plan.steps:
         yield "  nothing to fetch"
         return
-    yield f"  {'step':<6} {'base':>12} {'version':>12} {'objects':>8} {'bytes':>16}"
+    heading = "" if plan.costs is None else f" {'seconds':>10}"
+    yield f"  {'step':<6} {'base':>12} {'version':>12} {'objects':>8} {'bytes':>16}{heading}"
     for step in plan.steps:
         base = "-" if step.base is None else str(step.base)
         yield (
             f"  {step.kind:<6} {base:>12} {step.version:>12} "
-            f"{len(step.objects):>8} {step.bytes:>16,}"
+            f"{len(step.objects):>8} {step.bytes:>16,}{_time(plan, step)}"
         )
-    yield f"  {'total':<6} {'':>12} {'':>12} {plan.objects:>8} {plan.bytes:>16,}"
+    yield (
+        f"  {'total':<6} {'':>12} {'':>12} {plan.objects:>8} {plan.bytes:>16,}{_time(plan, None)}"
+    )
     yield f"  a full copy is {plan.bytes_full:,} bytes{_ratio(plan)}"
+
+
+def _time(plan: Plan, step: PlanStep | None) -> str:
+    """The last column: of a step, or with its first round trip of the whole."""
+    if plan.costs is None:
+        return ""
+    seconds = plan.seconds if step is None else plan.costs.seconds(step.bytes, len(step.objects))
+    return f" {seconds:>10,.2f}"
 
 
 def _ratio(plan: Plan) -> str:
