@@ -54,6 +54,7 @@ from farcast.bench.wan_ways import (
     publish_farcast,
     publish_full,
     publish_shared,
+    warm_up,
 )
 from farcast.config import LinkConfig
 from farcast.delta import entry_of, root_of
@@ -66,7 +67,7 @@ RTT = 0.08
 POLL_SECONDS = 1.0
 REPLICAS = 4
 ROUND_TRIPS = 4
-SQUASH = 4
+SQUASHES = (2, 4)
 _TIMEOUT = 1200.0
 _SETTLE_POLLS = 1.5
 """Poll intervals between "asks" and publishing: by then replicas ask at moments of their own."""
@@ -94,12 +95,14 @@ QUICK = Effort(1, 1.0, 128 << 10, 40, 2_000_000, 200, 2)
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
     """One version by one way. `bytes` are of one replica, the store's answers to polls included;
-    `limit_seconds` counts those that it has to read, `replicas` times."""
+    `limit_seconds` counts those that it has to read, `replicas` times. `publish_seconds` of
+    encoding and storing, and `apply_seconds` of the slowest replica, are part of `seconds`."""
 
     way: str
     hop: str
     seconds: float
     publish_seconds: float
+    apply_seconds: float
     limit_seconds: float
     bytes: float
     requests: float
@@ -111,9 +114,12 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Late(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of coming `versions` late."""
+    """One way of coming `versions` late. `upload` is what its trainer published, over the single
+    deltas alone."""
 
     way: str
+    squash: int | None
+    upload: float
     versions: int
     seconds: float
     bytes: int
@@ -159,6 +165,8 @@ def measure(
     machine = this_machine()
     parameters = sum(bits.data.nbytes for bits in base.values()) // 2
     link = LinkConfig(rate=rate_for(parameters), rtt=RTT)
+    say("compiling kernels")
+    warm_up(base)
     say(f"{effort.crowd} simulated replicas")
     crowd = simulate(replicas=effort.crowd, versions=effort.crowd_versions)
     failing = simulate(replicas=effort.crowd // 4, versions=effort.crowd_versions, failing=0.01)
@@ -268,7 +276,7 @@ def _follow(
 ) -> list[Hop]:
     shared, full = (server.open(prefix_of(way)) for way in (SHARED, FULL))
     hops: list[Hop] = []
-    say("publishing the first version")
+    say("publishing the first version, which is whole")
     with Publisher(server.open(prefix_of(FARCAST)), RUN, anchor_every=2048) as publisher:
         publisher.publish(base, step=0)
         began, last = time.monotonic(), base
@@ -317,6 +325,7 @@ def _hop(
         hop=hop,
         seconds=max(live.at for live in lives) - began,
         publish_seconds=published - began,
+        apply_seconds=max(live.apply_seconds for live in lives),
         limit_seconds=_limit(len(far) * size, link),
         bytes=sum(live.bytes for live in lives) / len(far),
         requests=sum(live.requests - live.quiet for live in lives) / len(far),
@@ -335,6 +344,7 @@ def _scaled(part: Hop, share: float, link: LinkConfig) -> Hop:
         hop=part.hop,
         seconds=fixed + max(0.0, part.seconds - fixed) / share,
         publish_seconds=part.publish_seconds / share,
+        apply_seconds=0.0,
         limit_seconds=fixed + (part.limit_seconds - fixed) / share,
         bytes=part.bytes / share,
         requests=part.requests,
@@ -365,39 +375,28 @@ def _come_late(
     server: S3Server, far: Far, base: Tensors, folder: Path, effort: Effort, say: Say
 ) -> list[Late]:
     """A run of small versions, published with squashed deltas and without."""
-    versions = effort.late_versions
-    squashed, chain = "late-squashed", "late-chain"
     drift = Drift(base)
     path = folder / "late.safetensors"
     write_weights(path, drift.tensors)
-    with (
-        Publisher(server.open(squashed), RUN, anchor_every=versions, squash=SQUASH) as one,
-        Publisher(server.open(chain), RUN, anchor_every=2048) as other,
-    ):
-        for version in range(versions + 1):
-            if version:
-                drift.step()
-            if version % 10 == 0:
-                say(f"coming late: publishing version {version} of {versions}")
-            tensors = drift.tensors
-            for publisher in (one, other):
-                publisher.publish(tensors, step=version)
-    root = root_of({name: entry_of(bits) for name, bits in tensors.items()})
+    sent, root = _publish_late(server, drift, effort.late_versions, say)
+    single = sent[None]
     late = []
-    for way, prefix, held in (
-        ("squashed deltas", squashed, str(path)),
-        ("chain of deltas", chain, str(path)),
-        ("anchor", squashed, None),
+    for way, squash, held in (
+        *((f"squashed by {factor}", factor, str(path)) for factor in SQUASHES),
+        ("chain of deltas", None, str(path)),
+        ("anchor", SQUASHES[0], None),
     ):
         say(f"coming late: {way}")
-        far.order(Join(prefix=prefix, base=held))
+        far.order(Join(prefix=_late_prefix(squash), base=held))
         joined = _expect(far, Joined)
         if joined.root != root:
             raise WanError("Who came late holds other bits than were published; report this.")
         late.append(
             Late(
                 way=way,
-                versions=versions,
+                squash=squash if held else None,
+                upload=(sent[squash] if held else joined.bytes) / single,
+                versions=effort.late_versions,
                 seconds=joined.seconds,
                 bytes=joined.bytes,
                 requests=joined.requests,
@@ -405,6 +404,42 @@ def _come_late(
             )
         )
     return late
+
+
+def _publish_late(
+    server: S3Server, drift: Drift, versions: int, say: Say
+) -> tuple[dict[int | None, int], str]:
+    """Bytes of all deltas by squash factor, and the root of the last version. Where there are
+    squashed deltas the last version is an anchor too, whose bytes are left out."""
+    factors = (*SQUASHES, None)
+    sent: dict[int | None, int] = dict.fromkeys(factors, 0)
+    with contextlib.ExitStack() as stack:
+        publishers = {
+            factor: stack.enter_context(
+                Publisher(
+                    server.open(_late_prefix(factor)),
+                    RUN,
+                    anchor_every=versions if factor else 2048,
+                    squash=factor,
+                )
+            )
+            for factor in factors
+        }
+        for version in range(versions + 1):
+            if version:
+                drift.step()
+            if version % 10 == 0:
+                say(f"coming late: publishing version {version} of {versions}")
+            tensors = drift.tensors
+            for factor, publisher in publishers.items():
+                publisher.publish(tensors, step=version)
+                if publisher.last is not None and not publisher.last.anchor:
+                    sent[factor] += publisher.last.bytes_sent
+    return sent, root_of({name: entry_of(bits) for name, bits in tensors.items()})
+
+
+def _late_prefix(factor: int | None) -> str:
+    return f"late-{factor or 'chain'}"
 
 
 def medians(hops: Sequence[Hop], way: str, of: Callable[[Hop], float]) -> float:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 
 from farcast.bench.wan_ways import (
     FARCAST,
@@ -21,8 +20,9 @@ from farcast.bench.wan_ways import (
     Follower,
     FullFollower,
     SharedFollower,
+    warm_up,
 )
-from farcast.delta import Patch, TensorBits, encode_bits
+from farcast.delta import TensorBits
 from farcast.engines.pace import Pace
 from farcast.replica.shards import read_shard
 from farcast.store import CountingStore, open_store
@@ -73,6 +73,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True, tag="live"):
     bytes: int
     requests: int
     quiet: int
+    apply_seconds: float
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
@@ -98,7 +99,7 @@ class Replica:
         self._pace = Pace(setup.poll_seconds, random.Random(setup.seed))
         self._base = _read(setup.base)
         self._followers: dict[str, tuple[CountingStore, Follower]] = {}
-        _warm_up()
+        warm_up(self._base)
 
     def obey(self, order: Order) -> None:
         if isinstance(order, Follow):
@@ -124,6 +125,7 @@ class Replica:
                 bytes=after.bytes_down - before.bytes_down,
                 requests=after.total_requests - before.total_requests,
                 quiet=quiet,
+                apply_seconds=follower.apply_seconds,
             )
         )
 
@@ -171,13 +173,6 @@ def prefix_of(way: str) -> str:
 def _read(path: str) -> Mapping[str, TensorBits]:
     shard = read_shard(Path(path))
     return {name: shard.read(name) for name in sorted(shard.spans)}
-
-
-def _warm_up() -> None:
-    """Load the compiled kernels, as the first version that a replica takes does."""
-    sides = [np.arange(1 << 12, dtype="<u2") + step for step in range(2)]
-    old, new = ({"w": TensorBits("BF16", (s.size,), s.view(np.uint8))} for s in sides)
-    Patch.open(encode_bits(old, new).data).apply_into("w", np.array(old["w"].data))
 
 
 def say(event: Event) -> None:

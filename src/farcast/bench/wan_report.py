@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from farcast.bench.wan import LARGE_BITS, SQUASH, Hop, WanReport, medians
+from farcast.bench.wan import LARGE_BITS, Hop, WanReport, medians
 from farcast.bench.wan_ways import FARCAST, FULL, SHARED, WAYS
 
 SPEEDUP_BOUND = 2.5
@@ -20,7 +20,7 @@ POLLS_BOUND = 3
 
 def flat(report: WanReport) -> dict[str, object]:
     """The named figures on one level; single measurements and the machine below."""
-    squashed, chain, anchor = report.late
+    squashed, *_, chain, anchor = report.late
     return {
         "seconds_farcast": medians(report.hops, FARCAST, _seconds),
         "seconds_shared_format": medians(report.hops, SHARED, _seconds),
@@ -29,6 +29,8 @@ def flat(report: WanReport) -> dict[str, object]:
         "speedup_over_shared_format": speedup(report),
         "over_physical_limit": medians(report.hops, FARCAST, lambda hop: hop.over_limit),
         "catchup_versions": squashed.versions,
+        "catchup_squash": squashed.squash,
+        "catchup_upload_over_chain": squashed.upload,
         "catchup_bytes_over_chain": squashed.bytes / chain.bytes,
         "catchup_seconds_over_chain": squashed.seconds / chain.seconds,
         "catchup_bytes_over_anchor": squashed.bytes / anchor.bytes,
@@ -79,6 +81,8 @@ def _line(report: WanReport) -> str:
 
 def _hops(report: WanReport) -> Table:
     table = Table("published -> live on all", "s", "min .. max", "limit s", "/limit", "bytes each")
+    for heading in ("publish s", "apply s"):
+        table.add_column(heading)
     for way in WAYS:
         own = [hop for hop in report.hops if hop.way == way]
         times = [hop.seconds for hop in own]
@@ -90,17 +94,24 @@ def _hops(report: WanReport) -> Table:
             f"{median(hop.limit_seconds for hop in own):,.2f}",
             f"{median(hop.over_limit for hop in own):.2f}",
             f"{median(hop.bytes for hop in own):,.0f}",
+            f"{median(hop.publish_seconds for hop in own):.2f}" if share == 1 else "",
+            f"{median(hop.apply_seconds for hop in own):.2f}" if share == 1 else "",
         )
     return table
 
 
 def _late(report: WanReport) -> Table:
     versions, size = report.late[0].versions, report.late_parameters / 1e6
-    table = Table(f"{versions} versions late ({size:.1f} M)", "s", "bytes", "objects", "requests")
+    columns = ("s", "bytes", "objects", "requests", "uploaded")
+    table = Table(f"{versions} versions late ({size:.1f} M)", *columns)
     for late in report.late:
-        way = f"{late.way} (factor {SQUASH})" if late is report.late[0] else late.way
         table.add_row(
-            way, f"{late.seconds:,.2f}", f"{late.bytes:,}", str(late.objects), str(late.requests)
+            late.way,
+            f"{late.seconds:,.2f}",
+            f"{late.bytes:,}",
+            str(late.objects),
+            str(late.requests),
+            f"{late.upload:.1f}x",
         )
     return table
 

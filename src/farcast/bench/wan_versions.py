@@ -19,12 +19,12 @@ import numpy as np
 from farcast.bench.data import Change, Recording
 from farcast.bench.derived import Floats, to_bf16
 from farcast.bench.synthetic import masters_of, synthetic
+from farcast.bench.wan_ways import DENSITY
 from farcast.delta import TensorBits
 from farcast.errors import ConfigError
 from farcast.replica.shards import plan_shard, read_shard
 from farcast.types import TensorEntry
 
-DENSITY = 0.002
 SIGNAL = 0.3
 LEARNING_RATE = 1e-6
 BETAS = (0.9, 0.99)
