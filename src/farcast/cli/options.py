@@ -81,6 +81,15 @@ Expired = Annotated[
         "refuse newer ones, or warn.",
     ),
 ]
+ServedFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="Which of the run's served formats to take, such as fp8_block or int4_g32. "
+        "[default: its first]",
+    ),
+]
 Relay = Annotated[
     str | None,
     typer.Option(
@@ -185,13 +194,17 @@ class ReachOptions(NamedTuple):
     relay_token_env: str | None
     trusted_key: Path | None
     expired: Literal["refuse", "warn"] = "refuse"
+    served_format: str | None = None
 
     def read(self) -> "Reach":
         """Raises `ConfigError` for what cannot be meant, before anything is begun."""
         from farcast.fleet.connecting import Reach
+        from farcast.formats import parse_recipe
         from farcast.gateway.tokens import read_token
         from farcast.store.relayed import RelayAddress
 
+        if self.served_format is not None:
+            parse_recipe(self.served_format)
         relay = None
         if self.relay is not None:
             token = read_token(self.relay_token_file, self.relay_token_env, what="relay token")
@@ -204,6 +217,7 @@ class ReachOptions(NamedTuple):
             relay=relay,
             trusted=trusted_key(self.trusted_key),
             on_expiry=self.expired,
+            served_format=self.served_format,
         )
 
     def arguments(self) -> tuple[str, ...]:
@@ -214,6 +228,7 @@ class ReachOptions(NamedTuple):
             "--relay-token-file": _whole(self.relay_token_file),
             "--relay-token-env": self.relay_token_env,
             "--trusted-key": _whole(self.trusted_key),
+            "--format": self.served_format,
             "--expired": None if self.trusted_key is None else self.expired,
         }
         return tuple(word for name, value in told.items() if value for word in (name, value))

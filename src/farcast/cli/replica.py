@@ -134,6 +134,7 @@ def replica(
     relay_token_env: options.RelayTokenEnv = None,
     trusted_key: options.TrustedKeyFile = None,
     expired: options.Expired = "refuse",
+    format: options.ServedFormat = None,
     json: options.Json = None,
     tied: options.Tied = False,
     engine: Engine = None,
@@ -175,7 +176,7 @@ def replica(
     if (dir is None) == (engine is None):
         raise ConfigError("Say --dir DIR to keep a folder, or --engine KIND to serve an engine.")
     reach = options.ReachOptions(
-        store, link, relay, relay_token_file, relay_token_env, trusted_key, expired
+        store, link, relay, relay_token_file, relay_token_env, trusted_key, expired, format
     ).read()
     if dir is not None:
         _follow(reach, dir, id, once=once, overwrite=overwrite, json=json, tied=tied)

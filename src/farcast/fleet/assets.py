@@ -5,10 +5,13 @@ store's URL. Weights never travel this way: they come as versions. Refuses file 
 not plain names, and to write any file whose digest was not verified.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from farcast.errors import ConfigError
+import msgspec
+
+from farcast.errors import ConfigError, FormatError
+from farcast.formats import Recipe, checkpoint_config
 from farcast.lineage import ObjectRef
 from farcast.store.archive import Archive
 from farcast.types import NAME_PATTERN
@@ -44,9 +47,30 @@ def fetch_assets(archive: Archive, assets: Mapping[str, ObjectRef], folder: Path
     """Write the files that are not there yet, or differ."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, ref in assets.items():
-        path = folder / name
-        data = archive.get_object(ref)
-        if not path.is_file() or path.read_bytes() != data:
-            part = folder / f"{name}.part"
-            part.write_bytes(data)
-            part.replace(path)
+        _write(folder / name, archive.get_object(ref))
+
+
+def write_served_config(folder: Path, recipe: Recipe, names: Iterable[str]) -> None:
+    """Let config.json in `folder`, if there is one, tell engines that the tensors called `names`
+    are served as `recipe` says. Raises `FormatError` for one that is not a model's."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except msgspec.DecodeError:
+        raise FormatError(
+            f"{path} is not the configuration of a model; put the model's own there."
+        ) from None
+    served = checkpoint_config(config, recipe, names)
+    if served != config:
+        _write(path, msgspec.json.format(msgspec.json.encode(served), indent=2))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The file with these bytes, as a whole, unless it is there like that."""
+    if path.is_file() and path.read_bytes() == data:
+        return
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)

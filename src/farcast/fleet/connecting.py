@@ -27,7 +27,8 @@ class Reach:
     """What every kind of replica is told about its run.
 
     `link` is an emulated one, and `relay` stands on the replica's side of it. With `trusted` only
-    versions that this key signed are taken.
+    versions that this key signed are taken. `served_format` is which of the run's formats (None:
+    its first).
     """
 
     store_url: str
@@ -35,6 +36,7 @@ class Reach:
     relay: RelayAddress | None = None
     trusted: TrustedKey | None = None
     on_expiry: OnExpiry = "refuse"
+    served_format: str | None = None
 
     def open(self) -> ReplicaStore:
         store = open_store(self.store_url)

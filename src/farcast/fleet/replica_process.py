@@ -1,6 +1,7 @@
 """A replica without an engine: a checkpoint folder that follows a run."""
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,14 @@ from farcast.errors import (
     TargetError,
     UnknownVersionError,
 )
-from farcast.fleet.assets import fetch_assets
+from farcast.fleet.assets import fetch_assets, write_served_config
 from farcast.fleet.connecting import Reach
 from farcast.fleet.finding import open_archive
 from farcast.fleet.registry import Registry
 from farcast.fleet.reporting import ReplicaReporter
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
+from farcast.formats import parse_recipe
 from farcast.replica import CheckpointDirectory, Subscriber, SyncStats
 from farcast.store.archive import Archive
 from farcast.types import VersionRef
@@ -58,23 +60,33 @@ def follow(
         store,
         archive.run_id,
         CheckpointDirectory(folder),
+        served_format=reach.served_format,
         trusted_key=reach.trusted,
         on_expiry=reach.on_expiry,
     )
     fetch_assets(archive, archive.open_run().assets, folder)
+    if subscriber.ref is not None:  # what was fetched is the model's own, in high precision
+        describe(folder, subscriber, subscriber.ref, subscriber.target.entries)
 
     told: list[str] = []
     with ReplicaReporter(registry, replica_id, traffic=store) as reporter:
         if once:
-            _step(subscriber, reporter)
+            _step(subscriber, reporter, folder)
         while not once and not stop.requested:
             reporter.check()
             done = _trainer_is_done(registry)
-            moved = _step_patiently(subscriber, reporter, told)
+            moved = _step_patiently(subscriber, reporter, folder, told)
             if done and not moved:
                 break
             stop.wait(0 if moved else POLL_SECONDS)
     return _followed(replica_id, subscriber)
+
+
+def describe(folder: Path, subscriber: Subscriber, ref: VersionRef, names: Iterable[str]) -> None:
+    """Let the folder's config.json say in which served format the tensors `names` are."""
+    served = subscriber.archive.manifest(ref.version).served_format
+    with contextlib.suppress(ConfigError):  # a name of the publisher's own, or an older farcast's
+        write_served_config(folder, parse_recipe(served), names)
 
 
 def _require_own(folder: Path, archive: Archive) -> None:
@@ -94,11 +106,13 @@ def _require_own(folder: Path, archive: Archive) -> None:
         )
 
 
-def _step_patiently(subscriber: Subscriber, reporter: ReplicaReporter, told: list[str]) -> bool:
+def _step_patiently(
+    subscriber: Subscriber, reporter: ReplicaReporter, folder: Path, told: list[str]
+) -> bool:
     """A step, or none while the store is away, the run has no version yet, or what the store
     shows cannot be believed: what the folder holds stays. `told` is what was said of it last."""
     try:
-        return _step(subscriber, reporter)
+        return _step(subscriber, reporter, folder)
     except (StoreUnavailableError, UnknownVersionError):
         reporter.state("waiting")
     except (FreshnessError, IntegrityError, FormatError) as error:
@@ -109,12 +123,20 @@ def _step_patiently(subscriber: Subscriber, reporter: ReplicaReporter, told: lis
     return False
 
 
-def _step(subscriber: Subscriber, reporter: ReplicaReporter) -> bool:
-    before = subscriber.ref
-    ref = subscriber.sync()
-    reporter.state("serving")
-    if ref == before:
+def _step(subscriber: Subscriber, reporter: ReplicaReporter, folder: Path) -> bool:
+    staged = subscriber.stage()
+    if staged is None:
+        if subscriber.ref is None:
+            subscriber.sync()  # raises what is wrong
+        reporter.state("serving")
         return False
+    try:
+        # First, so that no engine loads codes as if they were weights.
+        describe(folder, subscriber, staged.ref, staged.draft.goal.entries)
+        ref = subscriber.commit(staged)
+    finally:
+        staged.discard()
+    reporter.state("serving")
     report_commit(reporter, ref, subscriber.last)
     say(f"holds {ref}")
     return True

@@ -59,6 +59,7 @@ def serve_replica(options: SidecarOptions, stop: StopRequest) -> None:
         store,
         run_id,
         backend.target,
+        served_format=options.reach.served_format,
         trusted_key=options.reach.trusted,
         on_expiry=options.reach.on_expiry,
     )
