@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from farcast.delta import to_bits
 from farcast.errors import ConfigError, PoisonError
 from farcast.formats import FORMATS, parse_recipe, quantization_config
-from farcast.formats.deriving import Rows, derive, layout_of, unpacked
+from farcast.formats.deriving import Rows, derive, layout_of, measure, unpacked
 
 QUANTISED = [name for name in FORMATS if parse_recipe(name).layout.quantised]
 MODULE = "model.layers.3.mlp.down_proj"
@@ -244,32 +244,11 @@ def test_shards_give_the_rows_of_the_whole(format_name: str, cuts: list[int], se
     whole = derive({name: weight}, format_name)
     edges = [0, *sorted(cuts), 300]
     spans = list(pairwise(edges))
-    found: list[dict[str, torch.Tensor]] = []
-
-    def shard(index: int, combine: object) -> dict[str, torch.Tensor]:
-        start, end = spans[index]
-        return derive(
-            {name: weight[start:end]},
-            format_name,
-            rows={name: Rows(start, 300)},
-            combine=combine,  # type: ignore[arg-type]
-        )
-
-    def collect(mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found.append(mine)
-        return mine
-
-    for index in range(len(spans)):
-        shard(index, collect)
     recipe = parse_recipe(format_name)
-    shared = recipe.layout.block_rows > 1 or format_name == "nvfp4"
-
-    def combined(mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not shared:
-            return mine
-        return {key: torch.stack([f[key] for f in found]).amax(0) for key in mine}
-
-    parts = [shard(index, combined) for index in range(len(spans))]
+    shards = [({name: weight[a:b]}, {name: Rows(a, 300)}) for a, b in spans]
+    found = [measure(shard, recipe, rows=rows) for shard, rows in shards]
+    most = {key: torch.stack([f[key] for f in found]).amax(0) for key in found[0]}
+    parts = [derive(shard, recipe, rows=rows, measured=most) for shard, rows in shards]
     by_row = layout_of(name, recipe, (300, 256))
     assert by_row.keys() == whole.keys()
     for key, tensor in whole.items():

@@ -13,14 +13,14 @@ nor wider than that is passed on as it is. Layouts:
                      m.weight_global_scale F32 [1]
     mxfp4            m.weight_packed U8 [R, C/2], m.weight_scale U8 [R, C/32]
 
-Two passes: first the largest magnitudes of what shares a scale, then scales and codes. Between
-them ranks that hold rows of one matrix can combine what they found (`combine`), so that shards give
-exactly the rows that the whole would have.
+Two passes: first the largest magnitudes of what shares a scale (`measure`), then scales and codes.
+Between them ranks that hold rows of one matrix exchange the maxima of what they found, so that
+shards give exactly the rows that the whole would have.
 
 Refuses values that are not finite where they would be quantised, and masters too large for fp16.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -40,9 +40,6 @@ from farcast.formats.scales import (
 
 Tensors = Mapping[str, torch.Tensor]
 
-Combine = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Elementwise maxima over all ranks, each of which gives tensors of the same names and shapes."""
-
 _CHUNK = 1 << 22
 """Weights worked on at a time: bounds what float64 and the scales of each weight take."""
 
@@ -60,29 +57,29 @@ def derive(
     *,
     previous: Tensors | None = None,
     rows: Mapping[str, Rows] | None = None,
-    combine: Combine | None = None,
+    measured: Tensors | None = None,
 ) -> dict[str, torch.Tensor]:
     """The served tensors of float32 (or narrower) `masters`, by canonical name.
 
     `previous` are those of the version before, for recipes that are `sticky`; without them, or for
     tensors that changed their shape, scales and codes are chosen afresh. `rows` says of which rows
     a tensor is (a name left out is whole), and then the result holds what belongs to these rows,
-    and in full what belongs to the whole matrix. Nothing returned shares memory with what was
+    and in full what belongs to the whole matrix; `measured` are then the elementwise maxima of what
+    `measure` found for all rows. Nothing returned shares memory with what was
     given.
 
     Raises `PoisonError` for values that cannot be served, `ConfigError` for names that clash.
     """
     recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
     before = previous if previous is not None and recipe.sticky else {}
-    parts = rows or {}
     with torch.no_grad():
-        matrices = dict(_matrices(masters, recipe, parts))
+        matrices = dict(_matrices(masters, recipe, rows or {}))
         magnitudes = {
-            name: _magnitudes(masters[name].detach(), recipe, matrix)
+            name: measured[name].to(masters[name].device)
+            if measured is not None and name in measured
+            else _magnitudes(masters[name].detach(), recipe, matrix)
             for name, matrix in matrices.items()
         }
-        if combine is not None:
-            magnitudes = combine(magnitudes)
         _check_finite(magnitudes)
         if recipe.format == "nvfp4":
             over = _shared_maxima(magnitudes, matrices)
@@ -101,6 +98,21 @@ def derive(
                     )
                 served[key] = tensor
     return served
+
+
+def measure(
+    masters: Tensors, recipe: Recipe | str, *, rows: Mapping[str, Rows]
+) -> dict[str, torch.Tensor]:
+    """The largest magnitudes of what may share a scale with rows held elsewhere, by the name of the
+    master: float32, of the same shape on every rank. Empty for formats whose scales are of rows."""
+    recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
+    if recipe.layout.block_rows == 1 and recipe.format != "nvfp4":
+        return {}
+    with torch.no_grad():
+        return {
+            name: _magnitudes(masters[name].detach(), recipe, matrix)
+            for name, matrix in _matrices(masters, recipe, rows)
+        }
 
 
 def layout_of(name: str, recipe: Recipe | str, shape: tuple[int, ...]) -> dict[str, bool]:
