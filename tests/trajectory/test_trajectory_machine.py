@@ -2,6 +2,7 @@
 replies. At every moment each acknowledged id is in exactly one place: in a committed step, in
 the committed drops, or still to come."""
 
+from concurrent.futures import wait
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -87,7 +88,18 @@ class Home(RuleBasedStateMachine):
             arrived = self.receiver.consume(most)
         except StoreUnavailableError:
             return
+        finally:
+            self.settle()
         self.batcher.add(arrived, now=0)
+
+    @rule()
+    def prefetch(self) -> None:
+        self.receiver.prefetch()
+        self.settle()
+
+    def settle(self) -> None:
+        """Nothing is under way, so that a failing example can be replayed."""
+        wait(self.receiver._coming.values())
 
     @rule(groups=st.integers(1, 2), version=st.integers(5, 6))
     def step(self, groups: int, version: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from farcast.errors import (
 )
 from farcast.lineage.manifest import RUN_KEY
 from farcast.store import LinkedStore, open_store
+from farcast.store.counting import CountingStore
 from farcast.store.memory import MemoryStore
 from farcast.store.testing import Fail, FaultStore, FlipBit, LoseReply, Rule
 from farcast.trajectory import Trajectory, TrajectoryReceiver, TrajectorySender, encode_batch
@@ -337,6 +339,7 @@ def test_damage_on_the_way_heals_by_reading_again() -> None:
         with pytest.raises(BrokenBatchError):
             reader.consume(9)
         assert ids(reader.consume(9)) == ["t0"]
+        reader.close()  # nothing that it still asks for meets the next one's damage
 
 
 def test_a_lost_object_is_noticed_and_its_gap_passed_by_skip() -> None:
@@ -501,3 +504,73 @@ def test_what_was_read_ahead_counts_from_the_state_that_is_restored() -> None:
     assert ids(again.consume(27)) == ids(rest)
     assert len(first) + len(rest) == 32
     again.close()
+
+
+def test_what_was_prefetched_takes_no_further_round_trip() -> None:
+    store = MemoryStore()
+    for i in range(6):
+        sender(store).submit(episode(f"t{i}"))
+    counted = CountingStore(store)
+    reader = receiver(counted)
+    first = reader.consume(2)
+    state = reader.state()
+    reader.prefetch()
+    wait(reader._coming.values())
+    assert reader.state() == state, "nothing moved"
+    asked = counted.traffic.total_requests
+    found = reader.consume(1)
+    assert counted.traffic.total_requests == asked
+    found += reader.consume(99)
+    assert [*ids(first), *ids(found)] == [f"t{i}" for i in range(6)]
+
+
+def test_what_was_not_there_when_prefetched_is_asked_for_again() -> None:
+    store = MemoryStore()
+    one, reader = sender(store), receiver(store)
+    one.submit(episode("t0"))
+    assert ids(reader.consume(9)) == ["t0"]
+    reader.prefetch()
+    wait(reader._coming.values())
+    one.submit(episode("t1"))
+    assert ids(reader.consume(9)) == ["t1"]
+
+
+def test_a_failed_prefetch_is_no_error() -> None:
+    store = FaultStore()
+    sender(store).submit(episode("t0"))
+    sender(store).submit(episode("t1"))
+    reader = receiver(store)
+    assert ids(reader.consume(1)) == ["t0"]
+    store.add(Rule(Fail(), verb="get", times=None))
+    reader.prefetch()
+    wait(reader._coming.values())
+    store.clear()
+    assert ids(reader.consume(9)) == ["t1"]
+
+
+def test_a_batch_that_was_broken_when_prefetched_is_read_again() -> None:
+    store = FaultStore()
+    for i in range(2):
+        sender(store).submit(episode(f"t{i}"))
+    reader = receiver(store)
+    assert ids(reader.consume(1)) == ["t0"]
+    store.add(Rule(FlipBit(100), verb="get", nth=1, times=1))
+    reader.prefetch()
+    wait(reader._coming.values())
+    assert ids(reader.consume(9)) == ["t1"]
+
+
+def test_prefetching_is_bounded_and_one_worker_more_is_found() -> None:
+    store = MemoryStore()
+    for i in range(40):
+        sender(store, f"w{i:02}").submit(episode(f"t{i}", worker=f"w{i:02}"))
+        sender(store, f"w{i:02}").submit(episode(f"u{i}", worker=f"w{i:02}"))
+    clock = Clock()
+    reader = receiver(store, clock=clock)
+    taken = reader.consume(40)
+    sender(store, "w99").submit(episode("late", worker="w99"))
+    clock.now += 60
+    reader.prefetch()
+    assert len(reader._coming) <= 16
+    wait(reader._coming.values())
+    assert len({*ids(taken), *ids(reader.consume(99))}) == 81

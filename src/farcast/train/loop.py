@@ -3,15 +3,17 @@
     wait for whole, fresh groups -> loss, gradients -> optimizer on the masters -> publish -> report
 
 Sampling never stops for it: workers go on with the version they have, each token's log-prob says
-under what it was sampled, and the loss corrects for it. Publishing overlaps the next step; what
-the loop had to wait for it is measured.
+under what it was sampled, and the loss corrects for it. What a long line makes slow overlaps the
+computing: a version is published, and the next trajectories are fetched, while the next step finds
+its gradients; a checkpoint, which must wait for its version, is written when they are found, just
+before they move anything. What the loop had to wait for publishing is measured.
 
 Knows nothing of processes, records or screens: a reporter is passed in.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -34,8 +36,8 @@ from farcast.trajectory import (
 from farcast.trajectory.batching import RootOf
 
 POLL_SECONDS = 0.1
-READ_AHEAD_GROUPS = 4
-"""Groups read beyond those of one step: more would only wait here instead of in the store."""
+REMEMBERED_ROOTS = 1024
+"""Of this trainer's latest versions; those of tokens that were sampled before are asked for."""
 
 BROKEN_TRIES = 3
 """Reads of a broken batch before it is passed over: what the way here did to it passes, what
@@ -79,6 +81,14 @@ class _Update(NamedTuple):
     version: int
     """The trainer's version when the step began."""
     report: UpdateReport
+
+
+class _Place(NamedTuple):
+    """Where a step ended, for the checkpoint of it."""
+
+    step: int
+    receiver: dict[str, Any]
+    batcher: bytes
 
 
 class _Pending(NamedTuple):
@@ -125,6 +135,7 @@ class Trainer:
         self._batcher = batcher
         self._checkpoints = checkpoints
         self._root_of = root_of
+        self._roots: dict[int, str] = {}
         self._report = report
         self._idle = idle
         self._skipped = skipped
@@ -133,6 +144,8 @@ class Trainer:
         self._step = 0
         self._saved_step = -1
         self._pending: _Pending | None = None
+        self._due: _Place | None = None
+        """A checkpoint that is to be written before the next step moves anything."""
         self._broken: tuple[str, int, int] = ("", 0, 0)
         """Worker and sequence of the batch that was refused last, and how often in a row."""
         self._blocked = 0.0
@@ -202,7 +215,8 @@ class Trainer:
             began = time.perf_counter()
             self._publish(self._update(groups), began)
             if self._step % self._config.checkpoint_every == 0:
-                self._checkpoint()
+                self._due = self._place()
+        self._due = self._place()
         self._checkpoint()
 
     def _wait_for_groups(self) -> list[Group] | None:
@@ -219,12 +233,12 @@ class Trainer:
         until = time.monotonic() + LEADS_EVERY
         want = self._config.groups_per_step
         while not self._stop():
-            room = want + READ_AHEAD_GROUPS - self._batcher.whole_groups()
-            if room > 0:
-                read = self._read(room * self._config.group_size)
-                self._batcher.add(read, now=time.monotonic())
+            # No more than one step needs: the rest would only wait here instead of in the store.
+            room = want - self._batcher.whole_groups()
+            read = self._read(room * self._config.group_size) if room > 0 else []
+            self._batcher.add(read, now=time.monotonic())
             groups = self._batcher.take(
-                want, version=self.version, now=time.monotonic(), root_of=self._root_of
+                want, version=self.version, now=time.monotonic(), root_of=self._known_root
             )
             if groups:
                 return groups
@@ -232,8 +246,13 @@ class Trainer:
             self._idle()
             if time.monotonic() > until:
                 return "waiting"
-            time.sleep(POLL_SECONDS)
+            if not read:
+                time.sleep(POLL_SECONDS)
         return None
+
+    def _known_root(self, version: int) -> str | None:
+        """What this trainer published it need not ask the store for, which takes a round trip."""
+        return self._roots.get(version) or self._root_of(version)
 
     def _read(self, most: int) -> list[Trajectory]:
         """New trajectories. A batch that stays broken is passed over: it is one worker's, and to
@@ -253,6 +272,7 @@ class Trainer:
         """One step on whole groups."""
         version = self.version
         self._step += 1
+        self._prefetch()
         members = [group.members for group in groups]
         report = update(
             self._policy,
@@ -262,8 +282,17 @@ class Trainer:
             version=version,
             step=self._step,
             team=self._team,
+            before_moving=self._before_moving,
         )
         return _Update(groups=groups, version=version, report=report)
+
+    def _before_moving(self) -> None:
+        self._checkpoint()
+        self._prefetch()  # what arrived since the step began
+
+    def _prefetch(self) -> None:
+        if self._team.leads:
+            self._receiver.prefetch()
 
     def _publish(self, done: _Update, began: float) -> None:
         """Hand the new weights to the publisher; it is durable when the next step is."""
@@ -286,6 +315,9 @@ class Trainer:
         before = time.perf_counter()
         published = self._pending.job.report()
         self._blocked += time.perf_counter() - before
+        self._roots[published.ref.version] = published.ref.root
+        while len(self._roots) > REMEMBERED_ROOTS:
+            self._roots.pop(next(iter(self._roots)))
         report = self._pending.report(published)
         self._pending = None
         self._report(report)
@@ -330,23 +362,31 @@ class Trainer:
 
         return finish
 
+    def _place(self) -> _Place:
+        now = time.monotonic()
+        return _Place(self._step, self._receiver.state(), self._batcher.state(now=now))
+
     def _checkpoint(self) -> None:
-        """Masters, moments, version and read position, in one folder. The version of this step is
-        durable and reported first: a resumed run must not lose the step's record."""
+        """Write the one that is due: masters, moments, version and read position, in one folder.
+        Its version is durable and reported first: a resumed run must not lose the step's
+        record."""
+        due, self._due = self._due, None
+        if due is None:
+            return
         self._settle(block=True)
         newest = self._publisher.newest
-        if newest is None or self._saved_step == self._step:
+        if newest is None or self._saved_step == due.step:
             return
         state = CheckpointState(
             run_id=self._run_id,
-            step=self._step,
+            step=due.step,
             version=newest.version,
             root=newest.root,
-            receiver=self._receiver.state(),
-            batcher=self._batcher.state(now=time.monotonic()),
+            receiver=due.receiver,
+            batcher=due.batcher,
         )
         self._team.together(lambda: self._save(state))
-        self._saved_step = self._step
+        self._saved_step = due.step
 
     def _save(self, state: CheckpointState) -> None:
         self._checkpoints.save(state, self._policy.state())

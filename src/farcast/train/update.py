@@ -8,7 +8,7 @@ the graph its gradient would reach every weight, even with a loss of zero. That 
 over its pack, which ranks in step cannot take one by one; there such a step changes nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,10 +67,12 @@ def update(
     version: int,
     step: int,
     team: Team | None = None,
+    before_moving: Callable[[], None] = lambda: None,
 ) -> UpdateReport:
     """Train on `groups` under the trainer's `version`; this is optimizer step `step`, from 1.
 
-    Every rank of a `team` gets all groups, and computes its share of the packs.
+    Every rank of a `team` gets all groups, and computes its share of the packs. `before_moving` is
+    called once, with the gradients there and every weight and moment still as it was.
     """
     team = team or Team()
     size = step_size(groups, version=version, bound=config.mask_staleness)
@@ -78,7 +80,7 @@ def update(
     proximal: dict[int, torch.Tensor] = {}
     outputs: list[LossOutputs] = []
     grad_norm, lost = 0.0, 0
-    for _ in range(config.updates_per_step):
+    for number in range(config.updates_per_step):
         outputs.clear()
         for index, (whole, counts) in enumerate(packs):
             pack, kept, logprobs = _computed(learner, whole, team)
@@ -96,6 +98,8 @@ def update(
             (out.loss * team.size).backward()  # FSDP averages over ranks
             if counts:
                 outputs.append(out._replace(loss=out.loss.detach()))
+        if number == 0:
+            before_moving()
         grad_norm = learner.step(step)
     return _report(outputs, groups, grad_norm, lost, team)
 
