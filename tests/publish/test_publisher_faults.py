@@ -50,8 +50,8 @@ def world(versions: int = 2) -> MemoryStore:
 
 
 @pytest.mark.parametrize("fault", [Fail(), LoseReply()], ids=["fail", "lose reply"])
-def test_the_baseline_moves_only_with_a_commit(fault: Fail | LoseReply) -> None:
-    """Case 001: whichever call of publish(2) fails, version 3 carries both changes."""
+def test_case_001_the_baseline_moves_only_with_a_commit(fault: Fail | LoseReply) -> None:
+    """Whichever call of publish(2) fails, version 3 carries both changes."""
     before = world()
 
     def publish_2(store: FaultStore) -> int:

@@ -1,14 +1,22 @@
 """`farcast status`: a run as its own records show it, from anywhere that reaches the store."""
 
-import time
+import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from farcast.cli import options
+from farcast.errors import StoreUnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console, RenderableType
+
     from farcast.fleet.observe import FleetSnapshot
+
+
+LOOK_SECONDS = 1.0
 
 
 def status(
@@ -27,12 +35,12 @@ def status(
     ```
     """
     from rich.console import Console
-    from rich.live import Live
 
     from farcast.dashboard.status import status_view
     from farcast.fleet.finding import open_archive
     from farcast.fleet.observe import FleetObserver
     from farcast.fleet.registry import Registry
+    from farcast.fleet.signals import StopRequest
     from farcast.store import open_store
 
     options.check_writable(json)
@@ -41,13 +49,33 @@ def status(
     observer = FleetObserver(Registry(found))
     snapshot = observer.look()
     console = Console()
-    if watch and console.is_terminal:
-        with Live(console=console, refresh_per_second=2) as live:
-            while True:
-                live.update(status_view(observer.look()))
-                time.sleep(1)
-    console.print(status_view(snapshot))
-    options.write_json(json, _result(snapshot))
+    if not watch:
+        console.print(status_view(snapshot))
+        options.write_json(json, _result(snapshot))
+        return
+    with StopRequest() as stop, _shown(console) as show:
+        away = ""
+        while True:
+            show(status_view(snapshot, away=away))
+            options.write_json(json, _result(snapshot))
+            if stop.wait(LOOK_SECONDS):
+                return
+            try:
+                snapshot, away = observer.look(), ""
+            except StoreUnavailableError as error:  # the last picture stays
+                away = str(error)
+
+
+@contextlib.contextmanager
+def _shown(console: "Console") -> "Iterator[Callable[[RenderableType], None]]":
+    """In place on a terminal; one picture below the other into a pipe or a file."""
+    from rich.live import Live
+
+    if not console.is_terminal:
+        yield lambda view: console.print(view, "")
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda view: live.update(view, refresh=True)
 
 
 def _result(snapshot: "FleetSnapshot") -> dict[str, Any]:

@@ -17,6 +17,33 @@ def human_bytes(count: float) -> str:
     return f"{count / 1000:.1f} TB"
 
 
+def human_count(count: float) -> str:
+    """`850`, `12.3k`, `1.2M`."""
+    if abs(count) < 10_000:
+        return f"{count:.0f}"
+    for unit in ("k", "M", "G"):
+        count /= 1000
+        if abs(count) < 1000:
+            return f"{count:.1f}{unit}"
+    return f"{count / 1000:.1f}T"
+
+
+def human_age(seconds: float) -> str:
+    """`30s`, `5m`, `2h`, `3d`: how long ago, at a glance."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def shortened(text: str, length: int) -> str:
+    """Both ends of what is too long."""
+    if len(text) <= length:
+        return text
+    head = (length - 1) // 2
+    return f"{text[:head]}…{text[head + 1 - length :]}"
+
+
 def human_seconds(seconds: float) -> str:
     """`850 ms`, `12.3 s`, `4:05`, `1:02:03`."""
     if seconds < 1:

@@ -15,13 +15,26 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farcast.dashboard.figures import human_bytes, human_seconds, signed, smooth, spark, times
+from farcast.dashboard.figures import (
+    human_age,
+    human_bytes,
+    human_count,
+    human_seconds,
+    shortened,
+    signed,
+    smooth,
+    spark,
+    times,
+)
 from farcast.fleet.events import FleetEvent
 from farcast.fleet.observe import FleetSnapshot
 from farcast.fleet.records import StepRecord
 
 SMOOTHING = 5
 """Steps in the moving mean of the reward: one group of prompts is a noisy sample."""
+
+MAX_NAME = 22
+"""Characters of a replica's name that are shown: its ends, where hosts and pods differ."""
 
 MAX_EVENT = 160
 """Characters of an event that are shown; the event log keeps all."""
@@ -185,39 +198,33 @@ def policy_table(steps: Sequence[StepRecord]) -> Table:
     changed = newest.changed / newest.elements if newest.elements else 0.0
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True)
+    grid.add_column()
     reward = f"{smooth(rewards, window=SMOOTHING)[-1]:.3f}  {spark(rewards)}" if rewards else "-"
-    grid.add_row("reward", Text(reward, style="bold green"), "loss", signed(newest.loss))
+    grid.add_row("reward", Text(reward, style="bold green"))
+    grid.add_row("loss", f"{signed(newest.loss)}, {changed:.3%} of the weights changed")
     grid.add_row(
-        "staleness",
-        f"mean {newest.staleness_mean:.1f}, most {newest.staleness_max} versions",
-        "changed",
-        f"{changed:.3%} of weights",
+        "staleness", f"mean {newest.staleness_mean:.1f}, most {newest.staleness_max} versions"
+    )
+    grid.add_row(
+        "step",
+        f"{human_seconds(newest.step_seconds)}, in all "
+        f"{human_seconds(sum(r.blocked_seconds for r in steps))} blocked by publishing, "
+        f"{human_seconds(sum(r.waited_seconds for r in steps))} waiting",
     )
     grid.add_row(
         "sent",
-        f"{human_bytes(sent)}, full copies {human_bytes(full)} ({times(full, sent)} less)",
-        "step",
-        human_seconds(newest.step_seconds),
-    )
-    grid.add_row(
-        "trainer",
-        f"blocked {human_seconds(sum(r.blocked_seconds for r in steps))} by publishing, "
-        f"waited {human_seconds(sum(r.waited_seconds for r in steps))} for trajectories",
-        "tokens",
-        f"{sum(r.tokens for r in steps):,}",
+        f"{human_bytes(sent)}, full copies {human_bytes(full)} ({times(full, sent)} less), "
+        f"{human_count(sum(r.tokens for r in steps))} tokens trained",
     )
     return grid
 
 
 def replica_table(snapshot: FleetSnapshot, *, killed: set[str]) -> Table:
-    """Each replica: what it serves, how far behind, how fast, and what it moved."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("replica")
+    """Each replica: what it serves, how far behind, how fast, what it moved. In 80 columns."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("replica", overflow="ellipsis")  # the one that gives way
     table.add_column("state", no_wrap=True)
-    for heading in ("version", "tokens/s", "sent", "fetched", "less", "pause"):
+    for heading in ("version", "tok/s", "sent", "fetched", "less", "pause"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, (record, _) in sorted(snapshot.replicas.items()):
         state = "killed" if name in killed else _state(snapshot, name)
@@ -225,11 +232,11 @@ def replica_table(snapshot: FleetSnapshot, *, killed: set[str]) -> Table:
         behind = 0 if gone else snapshot.staleness(name) or 0
         version = str(record.version) if record.version >= 0 else "-"
         table.add_row(
-            name,
+            shortened(name, MAX_NAME),
             Text(state, style=_STATE_STYLE[state.split()[0]]),
             f"{version} (-{behind})" if behind else version,
-            "-" if gone else f"{record.tokens_per_second:.0f}",
-            str(record.trajectories),
+            "-" if gone else human_count(record.tokens_per_second),
+            human_count(record.trajectories),
             human_bytes(record.bytes_fetched),
             times(record.bytes_full, record.bytes_fetched),
             human_seconds(record.commit_seconds),
@@ -240,7 +247,7 @@ def replica_table(snapshot: FleetSnapshot, *, killed: set[str]) -> Table:
 def _state(snapshot: FleetSnapshot, name: str) -> str:
     """What a replica says of itself, or since when it says nothing."""
     if snapshot.silent(name):
-        return f"{snapshot.life(name)} {human_seconds(round(snapshot.age(name)))}"
+        return f"{snapshot.life(name)} {human_age(snapshot.age(name))}"
     return snapshot.replicas[name].record.state
 
 

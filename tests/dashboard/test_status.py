@@ -1,0 +1,143 @@
+"""`farcast status` tells who is there, what they serve and how fast, and fits a terminal."""
+
+import io
+import json
+import signal
+import sys
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from farcast.dashboard.figures import human_age, human_count, shortened
+from farcast.dashboard.status import status_view
+from farcast.fleet.observe import FleetSnapshot
+from farcast.fleet.records import ReplicaRecord, StepRecord, TrainerRecord
+from farcast.fleet.registry import Registry, Sighting
+from farcast.lineage import RunRecord
+from farcast.store import open_store
+from farcast.store.archive import Archive
+
+SEEN = 1e6
+
+
+def replica(name: str, state: str, version: int, age: float, **more: Any) -> Sighting:
+    record = ReplicaRecord(replica_id=name, state=state, version=version, **more)  # type: ignore[arg-type]
+    return Sighting(record, SEEN - age)
+
+
+LARGE: dict[str, Any] = {
+    "tokens_per_second": 1_234_567.0,
+    "trajectories": 1_234_567,
+    "bytes_fetched": 123_400_000_000,
+    "bytes_relayed": 120_000_000_000,
+    "bytes_full": 45_000_000_000_000,
+    "commit_seconds": 0.85,
+}
+REPLICAS = [
+    replica("tokyo-gpu-node-17.cluster.local-23412", "serving", 123_456, 0.5, **LARGE),
+    replica("farcast-worker-7d9c9bd4bf-x2x7k", "staging", 123_333, 1.5, tokens_per_second=345),
+    replica("r1", "serving", 123_456, 30.0),
+    replica("r2", "serving", 100_000, 300.0, tokens_per_second=99),
+    replica("r3", "joining", -1, 1.0),
+    replica("r4", "stopped", 123_456, 4000.0),
+]
+
+
+def snapshot() -> FleetSnapshot:
+    step = StepRecord(
+        version=123_456,
+        step=123_456,
+        root="0" * 64,
+        incarnation="a",
+        consumed=("t1",),
+        loss=None,
+        step_seconds=4000,
+        waited_seconds=100_000,
+        bytes_sent=10**12,
+        bytes_full=3 * 10**14,
+        tokens=10**12,
+    )
+    trainer = TrainerRecord(run_id="r" * 70, state="training", version=123_456, step=123_456)
+    replicas = {sighting.record.replica_id: sighting for sighting in REPLICAS}
+    return FleetSnapshot(trainer, (step,), replicas, SEEN, trainer_written=SEEN - 1)
+
+
+def shown(view: FleetSnapshot, *, width: int = 80, away: str = "") -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(status_view(view, away=away))
+    return out.getvalue().splitlines()
+
+
+def row(lines: list[str], start: str) -> list[str]:
+    (found,) = [line for line in lines if line.startswith(start)]
+    return found.split()
+
+
+def test_it_fits_eighty_columns_and_cuts_no_figure() -> None:
+    lines = shown(snapshot())
+    assert max(map(len, lines)) <= 80
+    assert row(lines, "tokyo")[1:] == [
+        *("serving", "123456", "1.2M", "1.2M", "123.4", "GB", "365x", "850", "ms")
+    ]
+    assert row(lines, "farcast-wo")[0].endswith("-x2x7k")
+    assert row(lines, "farcast-wo")[1:5] == ["staging", "123333", "(-123)", "345"]
+    assert row(lines, "r1 ")[1:3] == ["silent", "30s"]
+    assert row(lines, "r2 ")[1:5] == ["dead", "5m", "100000", "-"]  # no rate of the dead
+    assert row(lines, "r3 ")[1:3] == ["joining", "-"]
+    said = " ".join(line.strip() for line in lines)
+    assert "3 alive, 1 dead, 1 left, 1 silent" in said
+    assert "up to 123 versions behind" in said
+    assert "97% from relays" in said
+    assert "loss       not finite" in said
+
+
+def test_an_empty_run_and_an_absent_store_are_said() -> None:
+    lines = shown(FleetSnapshot(None, (), {}, 0.0), away="The store is away; wait.")
+    assert lines == [
+        "No trainer has started on this store yet.",
+        "The store is away; wait.",
+        "No replica has joined yet.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (human_count(9999), "9999"),
+        (human_count(12_345), "12.3k"),
+        (human_count(2.5e13), "25.0T"),
+        (human_age(59.4), "59s"),
+        (human_age(7200), "2h"),
+        (human_age(3e5), "3d"),
+        (shortened("abcdefghij", 10), "abcdefghij"),
+        (shortened("abcdefghijk", 10), "abcd…ghijk"),
+    ],
+)
+def test_figures_as_people_read_them(made: str, text: str) -> None:
+    assert made == text
+
+
+def test_watching_shows_what_is_new_and_ends_when_asked(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    store = open_store(url)
+    Archive(store, "run").create_run(RunRecord(run_id="run", created="now"))
+    registry, result = Registry(store), tmp_path / "out.json"
+    arguments = ["status", "--store", url, "--watch", "--json", str(result)]
+    with Popen([sys.executable, "-m", "farcast", *arguments], stdout=PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("No trainer has started")
+        registry.write_trainer(TrainerRecord(run_id="run", state="training", version=3, step=3))
+        registry.put_step(StepRecord(version=3, step=3, root="0" * 64, incarnation="a"))
+        registry.write_replica(ReplicaRecord(replica_id="r1", state="serving", version=2))
+        while not process.stdout.readline().startswith("r1 "):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+    told = json.loads(result.read_text())
+    assert told["trainer_life"] == "alive"
+    assert (told["newest_version"], told["replicas"]["r1"]["staleness"]) == (3, 1)
+    assert told["replicas"]["r1"]["life"] == "alive"
+    assert told["tokens_per_second"] == 0
