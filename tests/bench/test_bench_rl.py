@@ -15,6 +15,7 @@ def outcome(seed: int, *, linked: bool, **changes: Any) -> RunOutcome:
         "seconds": 10.0,
         "step_seconds": 8.0,
         "blocked_seconds": 0.04,
+        "last_wait_seconds": 0.3,
         "waited_seconds": 1.0,
         "bytes_sent": 1,
         "staleness_mean": 1.0,
