@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from farcast.errors import ConfigError
-from farcast.types import Name
+from farcast.types import Name, VersionRef
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Few = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -110,6 +110,12 @@ class TrainConfig(_Frozen, frozen=True, kw_only=True):
     is_cap: PositiveFloat = 2.0
     checkpoint_every: Positive = 10
     anchor_every: Positive = 20
+    squash: Annotated[int, msgspec.Meta(ge=2, le=1024)] | None = 4
+    """Every 4th version also holds the change from 4 before, every 16th from 16 before, ...: who
+    comes back late reads O(log n) objects. None sends single deltas only, as several ranks do."""
+    keep_versions: Positive | None = 256
+    """Older versions are removed, but never one that a replica with a lease needs, nor an object
+    within an hour of its last use. None keeps every version; several ranks do, too."""
     max_backlog_groups: Positive = 8
     """Unread groups per worker before it waits: the backpressure bound."""
     store_patience: NonNegativeFloat = STORE_PATIENCE
@@ -126,6 +132,8 @@ class RunConfig(_Frozen, frozen=True, kw_only=True):
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
     train: TrainConfig = TrainConfig()
+    fork_of: VersionRef | None = None
+    """The version of another run that this one began as."""
     signing_key: str | None = None
     """The file with the trainer's secret key, on the trainer's machine."""
 

@@ -131,14 +131,28 @@ def test_only_the_publisher_of_the_newest_version_collects() -> None:
 
 def test_doubt_removes_nothing() -> None:
     store, publisher = run_of()
-    store.put(version_key(3), b"garbage")
-    before = contents(store)
+    store.put(version_key(12), b"garbage")
+    before = contents(store, "objects/")
+    removed = collect_garbage(Archive(store, RUN), keep=1, grace=0.0)
+    assert (removed.versions, removed.objects) == (tuple(range(10)), ())
+    assert contents(store, "objects/") == before  # what version 12 named stays
+    broken = MemoryStore()
+    broken.put(version_key(0), b"garbage")
     with pytest.raises(FormatError):
-        collect_garbage(Archive(store, RUN), keep=1, grace=0.0)
-    assert contents(store) == before
+        collect_garbage(Archive(broken, RUN), keep=1, grace=0.0)
+    assert keys(broken) == [version_key(0)]
     with pytest.raises(ConfigError):
         publisher.collect_garbage(keep=0)
     assert first_kept({}, 1) == 0
+
+
+def test_a_damaged_manifest_goes_with_its_neighbours() -> None:
+    store, publisher = run_of()
+    store.put(version_key(3), b"garbage")
+    removed = publisher.collect_garbage(keep=1, grace=0.0)
+    assert removed.versions == tuple(range(10))
+    assert removed.objects
+    check_usable(store, 10)
 
 
 def test_the_store_stays_bounded() -> None:

@@ -13,7 +13,9 @@ from farcast.cli import boundary
 from farcast.cli.advise import advise
 from farcast.cli.bench import bench
 from farcast.cli.demo import demo
+from farcast.cli.fork import fork
 from farcast.cli.gateway import gateway
+from farcast.cli.gc import gc
 from farcast.cli.inspect import inspect
 from farcast.cli.keygen import keygen
 from farcast.cli.plan import plan
@@ -67,6 +69,8 @@ app.command(rich_help_panel="Run")(advise)
 app.command(rich_help_panel="Run")(replica)
 app.command(rich_help_panel="Run")(gateway)
 app.command(rich_help_panel="Run")(relay)
+app.command(rich_help_panel="Run")(fork)
+app.command(rich_help_panel="Run")(gc)
 app.command(rich_help_panel="Run")(keygen)
 app.add_typer(record, rich_help_panel="Run")
 app.command(rich_help_panel="Look")(status)

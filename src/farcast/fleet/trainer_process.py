@@ -34,6 +34,7 @@ from farcast.fleet.layout import RunFolder
 from farcast.fleet.ranks import Lines, checkpoint_folder
 from farcast.fleet.records import StepRecord
 from farcast.fleet.registry import Registry
+from farcast.fleet.retention import Retention
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
 from farcast.lineage import RunRecord, Signer, TrustedKey
@@ -114,8 +115,9 @@ def _run(
     with (
         open_publisher(config, store, lines) as publisher,
         contextlib.closing(TrajectoryReceiver(store, config.run_id)) as receiver,
+        Retention(publisher, Registry(store), _kept(config, lines)) as retention,
     ):
-        recorder = _Recorder(config, Registry(store), heartbeat, receiver)
+        recorder = _Recorder(config, Registry(store), heartbeat, receiver, retention)
         trainer = make_trainer(
             config,
             archive,
@@ -169,8 +171,16 @@ def open_publisher(config: RunConfig, store: Store, lines: Lines | None) -> Publ
         # The weights are in the checkpoint: a damaged object costs a full copy, not the run.
         reanchor=True,
         comms=None if lines is None else lines.publish,
+        squash=config.train.squash if lines is None else None,
+        fork_of=config.fork_of,
         signer=_signer(config),
     )
+
+
+def _kept(config: RunConfig, lines: Lines | None) -> int | None:
+    """Versions that stay. Those that trajectories may still be of do in any case."""
+    keep = config.train.keep_versions
+    return None if keep is None or lines is not None else max(keep, config.train.max_staleness + 1)
 
 
 def _signer(config: RunConfig) -> Signer | None:
@@ -280,7 +290,9 @@ class _Recorder:
         registry: Registry,
         heartbeat: Heartbeat,
         receiver: TrajectoryReceiver,
+        retention: Retention,
     ) -> None:
+        self._retention = retention
         self._steps = config.train.steps
         self._registry = registry
         self._heartbeat = heartbeat
@@ -335,6 +347,7 @@ class _Recorder:
             positions=self._receiver.positions(),
         )
         self._write_metrics(record, report)
+        self._retention.published(report.published.ref.version)
         say(
             f"step {report.step}/{self._steps} version {report.published.ref.version} "
             f"reward {report.reward_mean:.3f} loss {report.loss:+.4f}"

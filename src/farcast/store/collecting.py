@@ -6,7 +6,9 @@
  2. An object that no kept manifest and no run record names is an orphan. It goes only when it is
     older than `grace`, since a version's objects are put before its manifest. Age is measured by
     the store's own stamps against the youngest of them, so no clock has to agree with another.
- 3. Versions are listed again after their manifests were removed, and what appeared meanwhile
+ 3. A damaged manifest goes with its neighbours. While one is among the versions that stay, no
+    object goes: nobody can tell what it names.
+ 4. Versions are listed again after their manifests were removed, and what appeared meanwhile
     is kept with all it names.
 
 Refuses to run beside a publisher in another process: one that finds an object already there does
@@ -27,11 +29,16 @@ from farcast.lineage import (
     parse_version_key,
     version_key,
 )
-from farcast.store.archive import Archive
+from farcast.store.archive import UNUSABLE, Archive
 from farcast.store.base import ObjectInfo
+from farcast.store.transfers import in_parallel
 
 GRACE = 3600.0
 """Seconds for which an object that nothing names is left alone: longer than a publish takes."""
+
+
+DELETIONS = 16
+"""Objects removed side by side: over a long line each waits a round trip."""
 
 
 class Garbage(NamedTuple):
@@ -64,14 +71,16 @@ def find_garbage(
     """What may go while the newest `keep` versions and the `pinned` ones stay usable."""
     archive.require_whole()
     versions = _versions(archive)
-    manifests = {version: archive.manifest(version) for version in versions}
+    manifests = _usable(archive, versions)
+    if versions and not manifests:
+        archive.manifest(versions[-1])  # raises what is wrong with it
     start = first_kept(manifests, keep, pinned)
-    kept = [manifests[version] for version in versions if version >= start]
+    staying = [version for version in versions if version >= start]
     return Garbage(
         run_id=archive.run_id,
         first_kept=start,
         versions=tuple(version for version in versions if version < start),
-        objects=_orphans(archive, kept, grace),
+        objects=_orphans(archive, staying, grace),
     )
 
 
@@ -82,11 +91,20 @@ def collect_garbage(
     found = find_garbage(archive, keep=keep, pinned=pinned, grace=grace)
     for version in found.versions:
         archive.store.delete(version_key(version))
-    kept = [archive.manifest(v) for v in _versions(archive) if v >= found.first_kept]
-    orphans = _orphans(archive, kept, grace)
-    for info in orphans:
-        archive.store.delete(info.key)
+    staying = [version for version in _versions(archive) if version >= found.first_kept]
+    orphans = _orphans(archive, staying, grace)
+    for _ in in_parallel(archive.store.delete, [info.key for info in orphans], workers=DELETIONS):
+        pass
     return found._replace(objects=orphans)
+
+
+def _usable(archive: Archive, versions: Collection[int]) -> dict[int, Manifest]:
+    """The manifests of `versions` that are not damaged."""
+    found = {}
+    for version in versions:
+        with contextlib.suppress(*UNUSABLE):
+            found[version] = archive.manifest(version)
+    return found
 
 
 def _versions(archive: Archive) -> list[int]:
@@ -94,9 +112,13 @@ def _versions(archive: Archive) -> list[int]:
     return [version for version in keys if version is not None]
 
 
-def _orphans(archive: Archive, kept: list[Manifest], grace: float) -> tuple[ObjectInfo, ...]:
-    """Objects that neither `kept` nor the run record names, and that are old enough."""
-    named = {ref.digest for manifest in kept for ref in manifest.objects}
+def _orphans(archive: Archive, staying: list[int], grace: float) -> tuple[ObjectInfo, ...]:
+    """Objects that neither the versions `staying` nor the run record names, and that are old
+    enough."""
+    kept = _usable(archive, staying)
+    if len(kept) < len(staying):
+        return ()
+    named = {ref.digest for manifest in kept.values() for ref in manifest.objects}
     with contextlib.suppress(ObjectNotFoundError):  # a run needs no record
         named |= {ref.digest for ref in archive.open_run().assets.values()}
     found = list(archive.store.list(OBJECTS_PREFIX))
