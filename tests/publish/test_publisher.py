@@ -261,7 +261,7 @@ def test_large_versions_are_cut_into_objects_of_bounded_size() -> None:
     assert rebuilt(store, 1) == bits_of(after)
 
 
-def test_steady_state_writes_two_objects_and_reads_nothing() -> None:
+def test_steady_state_writes_two_objects_and_reads_the_manifest_before() -> None:
     store = CountingStore(MemoryStore())
     publisher = Publisher(store, RUN, anchor_every=100)
     publisher.publish(tensors(0), step=0)
@@ -270,7 +270,7 @@ def test_steady_state_writes_two_objects_and_reads_nothing() -> None:
         publisher.publish(tensors(step), step=step)
     after = store.traffic.requests
     assert {verb: after[verb] - before.get(verb, 0) for verb in after} == {
-        "get": 0,
+        "get": 10,
         "list": 0,
         "put": 20,
     }
@@ -361,7 +361,7 @@ def test_buffers_of_wrapped_names_are_used_again() -> None:
     assert rebuilt(store, 3) == bits_of(tensors(3))
 
 
-def test_secrets_of_the_environment_appear_nowhere(
+def test_case_103_secrets_of_the_environment_appear_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Case 103."""

@@ -345,7 +345,7 @@ class Publisher:
             drafts = draft_lines(self._lines, held.bases, targets, step)
             repeated = held.manifest if drafts[0].repeated else None
             manifest = repeated or joined_manifest(self._lines, drafts)
-            if repeated is not None or self._committed(manifest):
+            if self._is_newest(repeated) if repeated else self._committed(manifest):
                 break
             self._held = self._reloaded(held)
         if repeated is None:
@@ -357,6 +357,10 @@ class Publisher:
             put_seconds=sum(draft.put_seconds for draft in drafts),
         )
 
+    def _is_newest(self, manifest: Manifest) -> bool:
+        """Whether nothing was published since, by a commit whose reply was lost or by others."""
+        return self._archive.newest() == manifest
+
     def _committed(self, manifest: Manifest) -> bool:
         """Commit, or find that an earlier commit of this publisher holds the place, or damage."""
         # Every object that the manifest names is durable by now: put_objects has returned.
@@ -364,7 +368,7 @@ class Publisher:
         try:
             self._archive.commit_manifest(manifest)
         except VersionConflictError as error:
-            if self._archive.manifest(manifest.version) in self._doubtful:
+            if self._archive.committed(manifest.version) in self._doubtful:
                 return False
             self._fence(str(error))
             raise

@@ -414,7 +414,7 @@ class ShardedVersions:
         try:
             self._how.archive.commit_manifest(manifest)
         except VersionConflictError:
-            if self._how.archive.manifest(manifest.version) in self._doubtful:
+            if self._how.archive.committed(manifest.version) in self._doubtful:
                 return msgspec.msgpack.encode(_Decision("taken"))
             raise
         except UNUSABLE as error:

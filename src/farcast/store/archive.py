@@ -218,9 +218,7 @@ class Archive:
             kept = self._manifests.get(version)
         return kept if kept is not None else self._read_manifest(version)
 
-    def plan(
-        self, have: VersionRef | None, want: VersionRef, costs: Costs | None = None
-    ) -> Plan:
+    def plan(self, have: VersionRef | None, want: VersionRef, costs: Costs | None = None) -> Plan:
         """The cheapest path, reading the manifests that it needs. Where damaged ones leave no
         path, their damage is raised."""
         try:
@@ -261,7 +259,8 @@ class Archive:
     def commit_manifest(self, manifest: Manifest) -> None:
         """Make a version visible; every object it names must be durable before.
 
-        Raises `VersionConflictError` when another manifest holds that version. Any other error
+        Raises `VersionConflictError` when another manifest holds that version, or held it until it
+        was removed as old: who slept that long is not the run's trainer any more. Any other error
         leaves it open whether the version is visible: commit the same manifest again to know.
         """
         self.require_whole()
@@ -279,7 +278,20 @@ class Archive:
                 f"Version {manifest.version} of {self._run_id!r} was published by "
                 f"{held.writer!r}, not by {manifest.writer!r}; let one trainer publish to a run."
             )
+        if self._is_removed(manifest.version):
+            self._store.delete(key)
+            raise VersionConflictError(
+                f"Version {manifest.version} of {self._run_id!r} was published by another trainer "
+                "and removed as old since; let one trainer publish to a run."
+            )
         self._keep(manifest)
+
+    def committed(self, version: int) -> Manifest | None:
+        """The checked manifest of `version`; None if there is none."""
+        try:
+            return self.manifest(version)
+        except UnknownVersionError:
+            return None
 
     def require_whole(self) -> None:
         """Raise `ConfigError` where only one served format is looked at."""
@@ -435,6 +447,20 @@ class Archive:
         except LimitError as error:  # what is there is longer than any manifest
             self._note_damage(version, error)
             raise
+
+    def _is_removed(self, version: int) -> bool:
+        """Whether a place that was free is one that collected versions left. They go oldest first,
+        so the one before it is gone then; asked after the create, so that nothing comes between."""
+        if version == 0:
+            later = self._store.list(VERSIONS_PREFIX, start_after=version_key(0))
+            return next(iter(later), None) is not None
+        try:
+            self._store.get(version_key(version - 1), max_bytes=MAX_MANIFEST_BYTES)
+        except ObjectNotFoundError:
+            return True
+        except LimitError:  # damaged, but there
+            return False
+        return False
 
     def _trusted_record(self, data: bytes) -> RunRecord:
         record = decode_run_record(data, run_id=self._run_id)
