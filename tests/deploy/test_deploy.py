@@ -109,7 +109,7 @@ def command_lines(text: str) -> Iterator[str]:
     """Every `farcast ...` of a script, without what a shell would do after it."""
     joined = re.sub(r"\\\n\s*", " ", text)
     for line in joined.splitlines():
-        found = re.search(r"(?:^|\s)(farcast (?!status).*?)(?:&|;|$)", line.partition("#")[0])
+        found = re.search(r"(?:^|\s)(farcast .*?)(?:&|;|$)", re.sub(r"(^|\s)#.*", "", line))
         if found:
             yield found[1]
 
@@ -440,3 +440,44 @@ def test_skypilot_takes_it_and_its_commands_are_ours() -> None:
     assert all(value is None for value in task["secrets"].values())
     told = re.findall(r"--(?:env|secret) (\w+)", SKYPILOT.read_text())
     assert set(told) <= values.keys()
+
+
+# --- the page about it -----------------------------------------------------------------------
+
+PAGE = (DEPLOY.parent / "docs" / "fleet.md").read_text()
+
+
+def test_the_page_shows_commands_that_exist_and_every_file() -> None:
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", PAGE, re.S | re.M))
+    lines = list(command_lines(blocks))
+    assert len(lines) >= 10
+    for line in lines:
+        parse(shlex.split(line))
+    for path in KUBERNETES.glob("*.yaml"):
+        assert f"`{path.name}`" in PAGE
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", PAGE):
+        assert (DEPLOY.parent / "docs" / target).exists()
+
+
+def test_the_page_states_the_policys_own_numbers() -> None:
+    from farcast.fleet.crew import HUNG_SECONDS
+    from farcast.fleet.leases import DEAD_SECONDS, SILENT_SECONDS
+    from farcast.fleet.restarts import MOST
+    from farcast.store import relayed
+
+    limits = Limits()
+    assert f"(1 + {limits.headroom})" in PAGE
+    assert f"over {limits.tolerated_waiting:.0%}".replace("%", " %") in PAGE
+    assert f"over {limits.tolerated_stale:.0%}".replace("%", " %") in PAGE
+    assert (limits.calm_seconds, DEAD_SECONDS + HUNG_SECONDS, MOST) == (180, 120, 3)
+    assert (SILENT_SECONDS, DEAD_SECONDS) == (10, 60)
+    assert (relayed.AWAY_SECONDS, relayed.LONGEST_AWAY_SECONDS) == (5, 60)
+    assert (relayed.DISTRUST_SECONDS, relayed.PATIENCE_SECONDS) == (300, 30)
+
+
+def test_the_metrics_that_the_page_names_are_exported() -> None:
+    from farcast.gateway.advice_process import _HELP
+
+    named = set(re.findall(r"`farcast_(\w+)`", PAGE))
+    assert named
+    assert named <= _HELP.keys()

@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 
 from farcast import open_store
+from farcast.config import LinkConfig
+from farcast.fleet.signals import StopRequest
+from farcast.gateway.tokens import Token
+from farcast.relay import serving
+from farcast.relay.relay_process import RelayOptions, serve_relay
 from farcast.store import CountingStore, Store
 from farcast.store.relayed import RelayAddress, RelayedStore
 from relay_world import AUTHORIZATION, RelayProcess, digest_of, payload
+from servers import free_ports
 from serving_world import ask, wait_for
 
 SIZE = 3_000_000
@@ -78,6 +84,40 @@ def test_fifty_who_ask_at_once_cost_one_read_and_a_restart_costs_none(world: Wor
     assert again.objects_read() == []
     assert again.stop() == 0
     assert "gave 1 objects (3000000 bytes) for 0 reads" in again.said()
+
+
+def test_who_waits_hears_that_the_object_is_on_its_way(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay that fetches for long is told from one that is gone: it answers every ten seconds,
+    here every 50 ms."""
+    monkeypatch.setattr(serving, "WAIT_SECONDS", 0.05)
+    digest, data = world.put(1)
+    (port,) = free_ports(1)
+    options = RelayOptions(
+        store_url=world.url,
+        folder=world.folder / "cache",
+        token=Token(AUTHORIZATION.split()[1]),
+        size=10**9,
+        port=port,
+        link=LinkConfig(rate=1e7, rtt=0.02),  # 0.3 s
+    )
+    stop = StopRequest()  # not entered: nobody sends signals here
+    thread = threading.Thread(target=serve_relay, args=(options, stop))
+    thread.start()
+    try:
+        wait_for(lambda: ask(port, "GET", "/health").status == 200)
+        assert ask(port, "GET", f"/objects/{digest}").status == 202
+        behind, said = CountingStore(world.store), list[str]()
+        address = RelayAddress(url=f"http://127.0.0.1:{port}", authorization=AUTHORIZATION)
+        reader = RelayedStore(behind, address, tell=said.append)
+        assert reader.get(f"objects/{digest}", max_bytes=SIZE) == data
+        assert behind.traffic.total_requests == 0
+        assert said == []
+    finally:
+        stop._event.set()
+        thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_who_has_no_token_learns_and_changes_nothing(world: World) -> None:

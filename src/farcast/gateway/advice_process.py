@@ -18,7 +18,7 @@ import uvloop
 from aiohttp import web
 
 from farcast.fleet.advising import Advisor, because
-from farcast.fleet.finding import open_archive
+from farcast.fleet.finding import run_in
 from farcast.fleet.load import serving_replicas
 from farcast.fleet.observe import FleetSnapshot
 from farcast.fleet.saying import say
@@ -127,15 +127,16 @@ _HELP = {
 def serve_advice(options: AdviceOptions, stop: StopRequest) -> None:
     """Serve until `stop` is requested."""
     store = open_store(options.store_url)
-    run_id = open_archive(store).run_id
+    if run_in(store) is None:
+        say(f"there is no run in {store.url} yet")
     advice = Advice(Advisor(store, options.limits, tell=say), options.limits, options.prefix)
     advice.look()
     settle_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(options, run_id, advice, stop))
+        runner.run(_serve(options, advice, stop))
 
 
-async def _serve(options: AdviceOptions, run_id: str, advice: Advice, stop: StopRequest) -> None:
+async def _serve(options: AdviceOptions, advice: Advice, stop: StopRequest) -> None:
     traffic = Traffic()
     for name, text in _HELP.items():
         traffic.gauge(f"farcast_{name}", text, partial(advice.figure, name))
@@ -155,7 +156,7 @@ async def _serve(options: AdviceOptions, run_id: str, advice: Advice, stop: Stop
 
     listener = Listener(handle, options.host, options.port)
     await listener.start()
-    say(f"listens on {listener.url} for {run_id}")
+    say(f"listens on {listener.url}")
     looking = asyncio.ensure_future(_look(advice))
     try:
         while not stop.requested:
