@@ -143,18 +143,25 @@ def serving(reply: Callable[[str, Any], Reply]) -> Iterator[str]:
     """A server on loopback that answers with `reply(path, body)`; gives its address."""
     handler = type("Handler", (_Handler,), {"reply": staticmethod(reply)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True  # connections outlive the test that kept them
+    server.block_on_close = False
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
+        handler.gone = True  # type: ignore[attr-defined]
         server.shutdown()
         server.server_close()
         thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Keeps connections, and hangs up after an error without announcing it, as uvicorn does."""
+
+    protocol_version = "HTTP/1.1"
     reply: Callable[[str, Any], Reply]
+    gone = False
 
     def do_GET(self) -> None:
         self._answer(None)
@@ -164,12 +171,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(json.loads(data) if data else {})
 
     def _answer(self, body: Any) -> None:
+        if self.gone:
+            self.close_connection = True
+            return
         status, answer = self.reply(self.path.split("?")[0], body)
         data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+        self.close_connection |= status != 200
 
     def log_message(self, *_: Any) -> None:
         """Quiet."""

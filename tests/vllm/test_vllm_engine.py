@@ -25,6 +25,13 @@ def sync(vllm: VllmWorld) -> None:
     assert vllm.subscriber.sync() == vllm.refs[-1]
 
 
+def checksums(server: Server) -> dict[str, str]:
+    """SHA-256 of every parameter in the engine's own layout, by vLLM."""
+    found: dict[str, str] = server.post("/weight_checker", {"action": "checksum"})["checksums"]
+    assert len(found) > 100
+    return found
+
+
 def test_a_fresh_engine_is_recognised_without_moving_a_byte(vllm: VllmWorld) -> None:
     plan = vllm.subscriber.plan()
     assert plan.have == vllm.refs[0]
@@ -49,6 +56,19 @@ def test_consecutive_versions_answer_as_a_fresh_load_of_the_last(vllm: VllmWorld
     fresh_folder = vllm.folder_of(vllm.refs[-1].version)
     with Server.started(fresh_folder, vllm.folder / "fresh.log") as fresh:
         assert fresh.answers("after") == live
+        assert checksums(fresh) == checksums(vllm.server)
+
+
+def test_vllms_own_checker_finds_the_weights_of_the_version_that_is_named(vllm: VllmWorld) -> None:
+    sync(vllm)
+    old, held = vllm.refs[-1], checksums(vllm.server)
+    vllm.publish_change()
+    sync(vllm)
+    compare = {"action": "compare", "baseline": held}
+    assert vllm.server.post("/weight_checker", compare)["match"] is False
+    vllm.subscriber.sync(old)
+    assert vllm.server.post("/weight_checker", compare) == {"match": True, "mismatches": []}
+    sync(vllm)
 
 
 def test_versions_missed_are_folded_into_one_commit(vllm: VllmWorld) -> None:

@@ -72,8 +72,8 @@ class HttpClient:
                 f"The engine at {self._address} did not answer {path.split('?')[0]} "
                 f"({type(error).__name__}); see whether it still runs."
             ) from error
-        if len(answer) > MAX_ANSWER_BYTES:
-            connection.close()
+        if len(answer) > MAX_ANSWER_BYTES or response.status != http.client.OK:
+            connection.close()  # servers hang up after an error without a word
         self._own.used = time.monotonic()
         return self._decoded(path.split("?")[0], response.status, answer)
 
