@@ -188,7 +188,7 @@ class _Canary:
 @pytest.mark.parametrize(
     "decode", [lambda d: decode_manifest(d, run_id="r", version=0), decode_run_record]
 )
-def test_a_pickle_is_refused_and_not_run(decode: Any, tmp_path: Path) -> None:
+def test_case_097_a_pickle_is_refused_and_not_run(decode: Any, tmp_path: Path) -> None:
     """Case 097."""
     canary = tmp_path / "canary"
     buffer = io.BytesIO()

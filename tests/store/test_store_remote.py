@@ -42,14 +42,14 @@ def answers(*script: Answer | None) -> Callable[[Seen], Answer | None]:
 # --- conditional create ------------------------------------------------------------------------
 
 
-def test_conflict_with_nothing_stored_is_tried_again(stub: S3Stub) -> None:
+def test_case_053_conflict_with_nothing_stored_is_tried_again(stub: S3Stub) -> None:
     stub.respond = answers(*[Answer(409, "ConditionalRequestConflict")] * 2)
     stub.open().put("versions/1", b"x", if_absent=True)
     assert stub.objects == {"run/versions/1": b"x"}
     assert stub.methods().count("PUT") == 3
 
 
-def test_precondition_failed_is_final(stub: S3Stub) -> None:
+def test_case_053_precondition_failed_is_final(stub: S3Stub) -> None:
     stub.respond = answers(Answer(412, "PreconditionFailed"))
     with pytest.raises(ObjectExistsError):
         stub.open().put("k", b"x", if_absent=True)
@@ -223,7 +223,7 @@ def test_foreign_objects_in_the_bucket_are_not_listed(stub: S3Stub) -> None:
 
 
 @pytest.mark.parametrize("status", [501, 401, 400])
-def test_old_server_that_refuses_checksums(stub: S3Stub, status: int) -> None:
+def test_case_047_old_server_that_refuses_checksums(stub: S3Stub, status: int) -> None:
     def respond(seen: Seen) -> Answer | None:
         newer = [name for name in seen.headers if name.startswith("x-amz-checksum-")]
         chunked = "aws-chunked" in seen.headers.get("content-encoding", "")
@@ -271,7 +271,7 @@ def provider(*names: str) -> Callable[[], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied")])
-def test_expired_credentials_are_renewed_in_flight(stub: S3Stub, status: int, code: str) -> None:
+def test_case_057_expired_credentials_are_renewed_in_flight(stub: S3Stub, status: int, code: str) -> None:
     stub.respond = expiring(3, status, code)
     store = stub.open(credentials=provider("A", "B"), access_key_id="", secret_access_key="")
     for number in range(6):
@@ -367,7 +367,7 @@ def everything_said(error: BaseException) -> str:
 @pytest.mark.parametrize(
     "answer", [Answer(403), Answer(404, "NoSuchBucket"), Answer(500), Answer(400), Answer(409)]
 )
-def test_no_secret_is_ever_said(
+def test_case_103_no_secret_is_ever_said(
     stub: S3Stub, answer: Answer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
