@@ -271,7 +271,9 @@ def provider(*names: str) -> Callable[[], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied")])
-def test_case_057_expired_credentials_are_renewed_in_flight(stub: S3Stub, status: int, code: str) -> None:
+def test_case_057_expired_credentials_are_renewed_in_flight(
+    stub: S3Stub, status: int, code: str
+) -> None:
     stub.respond = expiring(3, status, code)
     store = stub.open(credentials=provider("A", "B"), access_key_id="", secret_access_key="")
     for number in range(6):
