@@ -122,6 +122,55 @@ def train(folder: Path) -> None:
             assert alone.publish(full, step) == ref
 
 
+FORMATS = ("bf16", "fp8_block", "nvfp4", "int4_g32")
+
+
+class Decoder(torch.nn.Module):
+    """Matrices called as a decoder's. 300 rows: between two ranks the border is inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(37, 64)
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict() for _ in range(2)])
+        for layer in self.layers:
+            parts = {"up_proj": torch.nn.Linear(64, 300), "down_proj": torch.nn.Linear(300, 64)}
+            layer["mlp"] = torch.nn.ModuleDict(parts)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            mlp = layer["mlp"]
+            x = x + mlp["down_proj"](torch.tanh(mlp["up_proj"](x)))
+        return x
+
+
+def train_formats(folder: Path) -> None:
+    """Like `train`, from fp32 masters in several served formats."""
+    torch.manual_seed(0)
+    net = Decoder()
+    for layer in net.layers:
+        fully_shard(layer["mlp"]["up_proj"])
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    told: dict[str, Any] = {"formats": FORMATS, "part_bytes": 4096, "writer": "w"}
+    store = open_store(str(folder / "ranks"))
+    publisher = Publisher(store, RUN, comms=TorchComms(timeout=60), **told)
+    alone = None
+    if dist.get_rank() == 0:
+        alone = Publisher(open_store(str(folder / "alone")), RUN, **told)
+    for step in range(3):
+        if step:
+            ids = torch.arange(8) + step + dist.get_rank()
+            net(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        job = publisher.publish_async(dict(net.named_parameters()), step)
+        full = whole(dict(net.named_parameters()))
+        ref = job.result(60)
+        if alone is not None:
+            assert alone.publish(full, step) == ref
+
+
 def lose_a_rank(folder: Path) -> None:
     """The last rank dies between two versions; the others must not wait for it for ever."""
     net = sharded_net()
@@ -228,7 +277,12 @@ def main() -> None:
     print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
 
 
-FUNCTIONS = {"train": train, "train_loop": train_loop, "lose_a_rank": lose_a_rank}
+FUNCTIONS = {
+    "train": train,
+    "train_formats": train_formats,
+    "train_loop": train_loop,
+    "lose_a_rank": lose_a_rank,
+}
 
 
 if __name__ == "__main__":

@@ -1,17 +1,28 @@
 """Trainers, a store and replicas, with everything that goes wrong: see the machine."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from fleet_machine import Fleet
 
-
-class FleetLong(Fleet):
-    """The same, for longer."""
-
+STEPS = 50_000
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
-TestFleetLong = pytest.mark.full(pytest.mark.timeout(3600)(FleetLong.TestCase))
-TestFleetLong.settings = settings(max_examples=1000, stateful_step_count=50, deadline=None)
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_fifty_thousand_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    long = settings(
+        max_examples=200,
+        stateful_step_count=60,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    before = Fleet.steps
+    while Fleet.steps - before < STEPS:
+        run_state_machine_as_test(Fleet, settings=long)
+    with capsys.disabled():
+        print(f"{Fleet.steps - before} steps, {Fleet.commits} commits by replicas")

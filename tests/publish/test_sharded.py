@@ -115,10 +115,10 @@ def test_only_changes_travel_after_the_first_version() -> None:
         sent.append(sum(ranks.meeting.bytes_sent) - before)
     ranks.publish(model(2), 3)  # nothing changed
     assert sent[1] < sent[0]
-    bits = ranks.publishers[0]._sharded._baseline
+    bits = ranks.publishers[0]._sharded._spreads[0].baseline
     assert sum(piece.data.nbytes for piece in bits.shard.values()) < full / 3
     assert all(
-        sum(b.data.nbytes for b in p._sharded._baseline.owned.values()) < full / 2
+        sum(b.data.nbytes for b in p._sharded._spreads[0].baseline.owned.values()) < full / 2
         for p in ranks.publishers
     )
 
@@ -138,7 +138,7 @@ def test_ranks_send_each_other_the_change_and_each_looks_after_its_share() -> No
     assert ranks.publish(values, 1)[0].version == 1
     assert sum(ranks.meeting.bytes_sent) - before < 0.01 * full
     for publisher in ranks.publishers:
-        baseline = publisher._sharded._baseline
+        baseline = publisher._sharded._spreads[0].baseline
         for kept in (baseline.owned, baseline.shard):
             assert sum(bits.data.nbytes for bits in kept.values()) == full // 4
 
@@ -156,7 +156,7 @@ def test_a_rank_whose_put_fails_stops_all_and_the_retry_is_right(
     changed = model(1)
     for name in ("layers.0.w", "layers.1.w", "layers.3.w", "norm"):  # every owner has to put
         changed[name].flat[1] += 1
-    held_before = [id(p._sharded._baseline) for p in ranks.publishers]
+    held_before = [id(p._sharded._spreads[0].baseline) for p in ranks.publishers]
     broken.add(Rule(fault, verb="put", prefix="objects/", nth=1))
     outcome = ranks.publish(changed, 1)
     assert isinstance(outcome[bad], StoreUnavailableError)
@@ -164,7 +164,7 @@ def test_a_rank_whose_put_fails_stops_all_and_the_retry_is_right(
     assert outcome[1 - bad].retry
     assert f"Rank {bad}" in str(outcome[1 - bad])
     assert Archive(store, RUN).newest(relist=True).version == 0
-    assert [id(p._sharded._baseline) for p in ranks.publishers] == held_before
+    assert [id(p._sharded._spreads[0].baseline) for p in ranks.publishers] == held_before
     for name in ("layers.1.w", "layers.3.w"):  # the retry comes with other bits
         changed[name].flat[5] += 3
     refs = ranks.publish(changed, 2)

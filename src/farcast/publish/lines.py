@@ -45,6 +45,18 @@ class Line:
     reader: Archive
     history: History
 
+    def view(self, manifest: Manifest) -> Manifest | None:
+        """A version as this line has it; None where it was not served in this format."""
+        if self.recipe is None:
+            return manifest
+        name = self.recipe.name
+        return manifest.view(name) if name in manifest.served_formats else None
+
+    def root_in(self, manifest: Manifest) -> str:
+        """This line's root in a version; "" where it has none."""
+        view = self.view(manifest)
+        return "" if view is None else view.root
+
 
 @dataclass(frozen=True, kw_only=True)
 class Newest:
@@ -98,9 +110,9 @@ def load_newest(lines: Sequence[Line], before: Sequence[Base] | None, *, reancho
 def _load(line: Line, newest: Manifest | None, have: Weights | None, *, reanchor: bool) -> Base:
     if newest is None:
         return Base(newest=None, weights=None)
-    if line.recipe is not None and line.recipe.name not in newest.served_formats:
+    view = line.view(newest)
+    if view is None:
         return Base(newest=newest, weights=None)
-    view = newest if line.recipe is None else newest.view(line.recipe.name)
     try:
         return Base(newest=view, weights=line.reader.restore(newest.version, have))
     except (IntegrityError, FormatError, ObjectNotFoundError, UnknownVersionError) as error:

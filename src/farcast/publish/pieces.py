@@ -81,14 +81,19 @@ class Assignment:
 
 
 def localised(
-    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], where: dict[str, Where]
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    where: dict[str, Where],
+    given: set[str],
 ) -> Iterator[tuple[str, Any]]:
-    """Names with what this rank holds of each tensor; `where` gets what that is of the whole.
+    """Names with what this rank holds of each tensor; `where` gets what that is of the whole, and
+    `given` the names of what is bits already.
 
     DTensors are told by what they offer. Nothing is gathered, and no collective is called.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     for name, tensor in pairs:
+        if isinstance(tensor, TensorBits):
+            given.add(name)
         if not hasattr(tensor, "device_mesh"):
             where[name] = Where(0, None)
             yield name, tensor

@@ -36,6 +36,7 @@ from farcast.errors import (
     ObjectNotFoundError,
     VersionConflictError,
 )
+from farcast.formats import canonical_names
 from farcast.lineage import (
     Manifest,
     Signer,
@@ -60,7 +61,8 @@ from farcast.publish.parts import PART_BYTES
 from farcast.publish.pieces import Where, layout_of, localised
 from farcast.publish.poison import check_poison
 from farcast.publish.reports import PublishReport, PublishTotals
-from farcast.publish.sharded import Holding, ShardedVersions
+from farcast.publish.shard_formats import Holding
+from farcast.publish.sharded import ShardedVersions
 from farcast.publish.snapshot import Bits, Snapshots, copied, on_device, views
 from farcast.publish.timestamps import VALID_SECONDS, Timestamps
 from farcast.store.archive import UNUSABLE, Archive
@@ -129,8 +131,6 @@ class Publisher:
         if squash is not None and comms is not None:
             raise ConfigError("Squashed deltas need one process; publish from ranks without them.")
         recipes = parse_recipes(formats, served_format=served_format)
-        if recipes and comms is not None:
-            raise ConfigError("Formats are derived in one process; publish from ranks without.")
         writer = f"publisher-{secrets.token_hex(6)}" if writer is None else writer
         for what, name in (("run", run_id), ("format", served_format), ("writer", writer)):
             _check_name(what, name)
@@ -168,7 +168,7 @@ class Publisher:
         self._totals = PublishTotals()
         self._check_run()
         self._sharded = (
-            None if comms is None else ShardedVersions(self._how, comms, reanchor=reanchor)
+            None if comms is None else ShardedVersions(self._lines, comms, reanchor=reanchor)
         )
         self._held: Newest | None = self._loaded() if comms is None else None
         self._announce()
@@ -417,10 +417,12 @@ class Publisher:
         """A copy of what this rank holds. Raises what a call with such arguments deserves."""
         self._check_call(step)
         where: dict[str, Where] = {}
-        bits = self._snapshots.take(localised(tensors, where))
+        given: set[str] = set()
+        bits = self._snapshots.take(localised(tensors, where, given))
         if not bits:
             raise _nothing_to_publish()
-        return Holding(bits, layout_of(bits, where))
+        names = canonical_names(where)
+        return Holding(bits, layout_of(bits, where), frozenset(names[name] for name in given))
 
     def _start_shards(
         self, sharded: ShardedVersions, tensors: Tensors, step: int, allow_poison: bool
@@ -449,7 +451,8 @@ class Publisher:
             if self._timestamps is not None:
                 self._timestamps.stop()
             raise
-        self._snapshots.give_back(spare)
+        if not self._derives:
+            self._snapshots.give_back(spare)
         return _report(
             landed.manifest,
             repeated=landed.repeated,

@@ -1,5 +1,6 @@
 """One version from many ranks, none of which ever holds the model.
 
+    every rank    (its own rows of each served format, from masters: `shard_formats`)
     every rank    its shard's change against its own baseline --> the owner of each tensor
     owners        apply the pieces to the whole tensors they look after, hash, encode, put
     rank 0        entries of all --> root, manifest, commit --> every rank's baseline moves
@@ -9,13 +10,15 @@ when owners have nothing to apply changes to, and after the ranks' layout change
 are those that one process would have published, if it cut its objects alike.
 
 A digest is over a whole tensor, and no rank could hash alone what it has a part of. That is what
-owners are for; each looks after 1/N of the model in host memory. The rules of `publisher` hold.
+owners are for; each looks after 1/N of the model in host memory. Where a version is served in
+several formats, each has its owners and its objects, and rank 0 commits them with one manifest. The
+rules of `publisher` hold.
 Refuses to go on when ranks disagree about the step.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -37,24 +40,19 @@ from farcast.lineage import (
     ObjectRef,
     encode_manifest,
     is_anchor_due,
+    joined,
 )
 from farcast.publish.comms import Comms, Rounds
-from farcast.publish.drafting import Drafting
+from farcast.publish.lines import Line
 from farcast.publish.parts import Tally, encode_part
 from farcast.publish.pieces import Assignment, Layout, assign, layout_digest
 from farcast.publish.poison import check_poison
+from farcast.publish.shard_formats import Holding, ShardFormats
 from farcast.publish.snapshot import Bits
 from farcast.store.archive import UNUSABLE
 from farcast.types import Digest, TensorEntry
 
 Entries = dict[str, TensorEntry]
-
-
-class Holding(NamedTuple):
-    """What one rank hands over: its bits by canonical name, and what they are of the whole."""
-
-    bits: Bits
-    layout: Layout
 
 
 class Landed(NamedTuple):
@@ -67,11 +65,12 @@ class Landed(NamedTuple):
 
 
 class _Begin(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks must agree on. `held` is the version whose bits are the rank's baseline."""
+    """What ranks must agree on, of each format. `held` are the roots of the versions whose bits
+    are the rank's baselines."""
 
-    layout: bytes
+    layouts: tuple[bytes, ...]
     step: int
-    held: Digest | None
+    held: tuple[Digest | Literal[""], ...] | None
 
 
 class _Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -84,13 +83,18 @@ class _Drafted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Decision(msgspec.Struct, frozen=True, array_like=True):
+    """`manifests`: before the commit one a format, afterwards the one that was committed. `due`
+    says of which formats a full copy is to be put first."""
+
     kind: Literal["repeated", "anchor", "committed", "taken"]
-    manifest: bytes = b""
+    manifests: tuple[bytes, ...] = ()
+    due: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Baseline:
-    """The newest version on this rank: its own pieces, and the tensors it looks after."""
+    """The newest version in one format on this rank: its own pieces, and the tensors that it looks
+    after."""
 
     root: Digest
     shard: Bits
@@ -101,10 +105,21 @@ class _Baseline:
 
 @dataclass(frozen=True)
 class _Made:
-    """An owner's tensors as they will be, and what it cost."""
+    """One format's version in the making: this rank's pieces, and the tensors it looks after."""
 
-    bits: Bits
-    tally: Tally
+    shard: Bits
+    shard_entries: Entries = field(default_factory=dict)
+    bits: Bits = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+
+@dataclass
+class _Spread:
+    """One served format over the ranks: who looks after what, and what was there last."""
+
+    line: Line
+    assignment: Assignment
+    baseline: _Baseline
 
 
 class ShardedVersions:
@@ -114,14 +129,15 @@ class ShardedVersions:
     and leaves every baseline as it was.
     """
 
-    def __init__(self, how: Drafting, comms: Comms, *, reanchor: bool) -> None:
-        self._how = how
+    def __init__(self, lines: Sequence[Line], comms: Comms, *, reanchor: bool) -> None:
+        self._lines = tuple(lines)
+        self._how = lines[0].how
         self._comms = comms
         self._rounds = Rounds(comms)
+        self._formats = ShardFormats([line.recipe for line in lines if line.recipe], self._rounds)
         self._reanchor = reanchor
-        self._digests: tuple[bytes, ...] = ()
-        self._assignment: Assignment | None = None
-        self._baseline: _Baseline | None = None
+        self._digests: tuple[tuple[bytes, ...], ...] = ()
+        self._spreads: list[_Spread] = []
         self._doubtful: list[Manifest] = []
         self._started = False
         self.newest: Manifest | None = self._read_newest()
@@ -130,26 +146,33 @@ class ShardedVersions:
         self, take: Callable[[], Holding], step: int, *, allow_poison: bool
     ) -> tuple[Landed, Bits]:
         """Publish what `take` gives on each rank; also returns bits that are no longer needed."""
-        holding: list[Holding] = []
+        taken: list[Holding] = []
+        served: list[Holding] = []
 
-        def taken() -> Holding:
-            holding[:] = holding or [take()]
-            return holding[0]
+        def once() -> Holding:
+            taken[:] = taken or [take()]
+            return taken[0]
 
+        def holdings() -> list[Holding]:
+            served[:] = served or self._formats.derived(once())
+            return served
+
+        self._formats.measure(once)
         while True:
-            self._begin(taken, step)
-            landed = self._version(holding[0], step, allow_poison=allow_poison)
+            self._begin(holdings, step)
+            landed = self._version(served, step, allow_poison=allow_poison)
             if landed is not None:
                 return landed
 
     # --- agreeing ----------------------------------------------------------------------------
 
-    def _begin(self, take: Callable[[], Holding], step: int) -> None:
+    def _begin(self, holdings: Callable[[], list[Holding]], step: int) -> None:
         """Agree on the step, on who holds what, and on the version to start from."""
-        root = None if self._baseline is None else self._baseline.root
+        roots = tuple(spread.baseline.root for spread in self._spreads) or None
 
         def make() -> bytes:
-            return msgspec.msgpack.encode(_Begin(layout_digest(take().layout), step, root))
+            layouts = tuple(layout_digest(holding.layout) for holding in holdings())
+            return msgspec.msgpack.encode(_Begin(layouts, step, roots))
 
         told = [msgspec.msgpack.decode(data, type=_Begin) for data in self._rounds.share(make)]
         if len({begin.step for begin in told}) > 1:
@@ -157,33 +180,42 @@ class ShardedVersions:
                 f"The ranks publish different steps ({sorted({b.step for b in told})}); "
                 "publish on every rank after the same optimizer step."
             )
-        digests = tuple(begin.layout for begin in told)
-        if digests != self._digests or len({b.held for b in told}) > 1 or root is None:
-            self._start_over(take, digests)
+        digests = tuple(begin.layouts for begin in told)
+        if digests != self._digests or len({b.held for b in told}) > 1 or roots is None:
+            self._start_over(holdings, digests)
 
-    def _start_over(self, take: Callable[[], Holding], digests: tuple[bytes, ...]) -> None:
+    def _start_over(
+        self, holdings: Callable[[], list[Holding]], digests: tuple[tuple[bytes, ...], ...]
+    ) -> None:
         """Owners anew, and their tensors from the store. Shards have no baseline: the next
         version moves whole rows to the owners, but only changes to the store."""
-        self._baseline, self._digests = None, ()
-        layouts = self._rounds.share(lambda: msgspec.msgpack.encode(take().layout))
-        assignment = assign(
-            [msgspec.msgpack.decode(data, type=Layout) for data in layouts],
-            part_bytes=self._how.part_bytes,
+        self._spreads, self._digests = [], ()
+        told = self._rounds.share(
+            lambda: msgspec.msgpack.encode([holding.layout for holding in holdings()])
         )
+        layouts = [msgspec.msgpack.decode(data, type=list[Layout]) for data in told]
         newest = self._read_newest()
+        spreads = []
+        for index, line in enumerate(self._lines):
+            assignment = assign([rank[index] for rank in layouts], part_bytes=self._how.part_bytes)
+            spreads.append(self._started_over(line, assignment, newest))
+        self.newest, self._spreads = newest, spreads
+        self._digests, self._started = digests, True
+
+    def _started_over(self, line: Line, assignment: Assignment, newest: Manifest | None) -> _Spread:
+        """One format with the tensors that this rank looks after, from the store."""
+        view = None if newest is None else line.view(newest)
         owned: tuple[Bits, Entries] | None = None
 
         def restore() -> bytes:
             nonlocal owned
-            owned = None if newest is None else self._restored(newest, assignment)
+            owned = None if view is None else self._restored(line, view, assignment)
             return b"\x00" if owned is None else b"\x01"
 
         everybody = self._rounds.share(restore)
         bits, entries = owned if owned is not None and b"\x00" not in everybody else ({}, {})
-        root = "" if newest is None or not entries else newest.root
-        self.newest, self._assignment = newest, assignment
-        self._baseline = _Baseline(root, {}, {}, bits, entries)
-        self._digests, self._started = digests, True
+        root = "" if view is None or not entries else view.root
+        return _Spread(line, assignment, _Baseline(root, {}, {}, bits, entries))
 
     def _read_newest(self) -> Manifest | None:
         """The newest version as rank 0 sees it, which must not be a stranger's by now."""
@@ -202,11 +234,13 @@ class ShardedVersions:
         data = self._rounds.broadcast(make)
         return msgspec.json.decode(data, type=Manifest) if data else None
 
-    def _restored(self, newest: Manifest, assignment: Assignment) -> tuple[Bits, Entries] | None:
+    def _restored(
+        self, line: Line, newest: Manifest, assignment: Assignment
+    ) -> tuple[Bits, Entries] | None:
         """The tensors that this rank looks after; None where the next version must be whole."""
         names = assignment.owned(self._comms.rank)
         try:
-            weights = self._how.archive.restore(newest.version, only=names)
+            weights = line.reader.restore(newest.version, only=names)
         except (IntegrityError, FormatError, ObjectNotFoundError, UnknownVersionError):
             if self._reanchor:
                 return None
@@ -218,45 +252,53 @@ class ShardedVersions:
     # --- one version -------------------------------------------------------------------------
 
     def _version(
-        self, holding: Holding, step: int, *, allow_poison: bool
+        self, holdings: Sequence[Holding], step: int, *, allow_poison: bool
     ) -> tuple[Landed, Bits] | None:
         """One attempt; None when an earlier commit of this publisher holds its place."""
-        assignment, baseline = self._assignment, self._baseline
-        if assignment is None or baseline is None:
+        if not self._spreads:
             raise ConfigError("This publisher has no baseline; publish again.")
-        shard = self._contributed(assignment, holding.bits)
-        shard_entries: Entries = {}
-        arrived = self._rounds.exchange(
-            lambda: self._pieces(assignment, baseline, shard, shard_entries)
-        )
         began = time.perf_counter()
-        made = _Made({}, Tally())
-
-        def draft() -> bytes:
-            made.bits.update(self._assembled(assignment, baseline, arrived))
-            if not allow_poison:
-                check_poison(baseline.owned, made.bits)
-            return self._draft(assignment, baseline, made)
-
-        drafted = self._rounds.gather(draft)
-        decision = self._rounds.broadcast(lambda: self._decide(assignment, drafted, step))
+        made: list[_Made] = []
+        drafted: list[list[bytes]] = []
+        for spread, holding in zip(self._spreads, holdings, strict=True):
+            one = _Made(self._contributed(spread.assignment, holding.bits))
+            made.append(one)
+            drafted.append(self._drafted(spread, one, allow_poison=allow_poison))
+        decision = self._rounds.broadcast(lambda: self._decide(drafted, step))
         told = msgspec.msgpack.decode(decision, type=_Decision)
         if told.kind == "anchor":
-            told = self._with_anchor(assignment, made, told.manifest)
+            told = self._with_anchors(made, told)
         if told.kind == "taken":
-            self._baseline = None
+            self._spreads = []
             return None
-        manifest = msgspec.json.decode(told.manifest, type=Manifest)
-        seconds = made.tally.seconds
+        manifest = msgspec.json.decode(told.manifests[0], type=Manifest)
+        seconds = sum(one.tally.seconds for one in made)
         put = max(0.0, time.perf_counter() - began - seconds)
         landed = Landed(manifest, told.kind == "repeated", seconds, put)
         if landed.repeated:
-            return landed, holding.bits
-        old, self.newest = baseline.shard, manifest
-        self._baseline = _Baseline(
-            manifest.root, shard, shard_entries, made.bits, made.tally.entries
-        )
+            return landed, holdings[0].bits
+        old, self.newest = self._spreads[0].baseline.shard, manifest
+        for spread, one in zip(self._spreads, made, strict=True):
+            spread.baseline = _Baseline(
+                spread.line.root_in(manifest),
+                one.shard,
+                one.shard_entries,
+                one.bits,
+                one.tally.entries,
+            )
         return landed, old
+
+    def _drafted(self, spread: _Spread, made: _Made, *, allow_poison: bool) -> list[bytes]:
+        """The changes of one format go to their owners, who put them; on rank 0, what they put."""
+        arrived = self._rounds.exchange(lambda: self._pieces(spread, made))
+
+        def draft() -> bytes:
+            made.bits.update(self._assembled(spread, arrived))
+            if not allow_poison:
+                check_poison(spread.baseline.owned, made.bits)
+            return self._draft(spread, made)
+
+        return self._rounds.gather(draft)
 
     def _contributed(self, assignment: Assignment, bits: Bits) -> Bits:
         """The pieces that this rank is the one to send."""
@@ -267,36 +309,34 @@ class ShardedVersions:
             if any(span.rank == rank for span in assignment.spans[name])
         }
 
-    def _pieces(
-        self, assignment: Assignment, baseline: _Baseline, shard: Bits, entries: Entries
-    ) -> list[bytes]:
-        """The change of this rank's pieces, one container for each owner; `entries` gets what
-        the pieces are."""
+    def _pieces(self, spread: _Spread, made: _Made) -> list[bytes]:
+        """The change of this rank's pieces, one container for each owner; `made` gets what the
+        pieces are."""
         parts = []
+        baseline = spread.baseline
         for owner in range(self._comms.size):
-            names = assignment.sent(self._comms.rank, owner)
+            names = spread.assignment.sent(self._comms.rank, owner)
             if not names:
                 parts.append(b"")
                 continue
             encoded = encode_bits(
                 {name: baseline.shard[name] for name in names if name in baseline.shard},
-                {name: shard[name] for name in names},
+                {name: made.shard[name] for name in names},
                 base_entries=baseline.shard_entries,
             )
-            entries.update(encoded.entries)
+            made.shard_entries.update(encoded.entries)
             parts.append(encoded.data)
         return parts
 
-    def _assembled(
-        self, assignment: Assignment, baseline: _Baseline, arrived: Sequence[bytes]
-    ) -> Bits:
+    def _assembled(self, spread: _Spread, arrived: Sequence[bytes]) -> Bits:
         """The tensors this rank looks after, as they are now. Those without a change are shared
         with the baseline."""
+        assignment = spread.assignment
         patches = {rank: Patch.open(data) for rank, data in enumerate(arrived) if data}
         made: Bits = {}
         for name in sorted(assignment.owned(self._comms.rank)):
             spans = [s for s in assignment.spans[name] if name in patches[s.rank].entries]
-            old = baseline.owned.get(name)
+            old = spread.baseline.owned.get(name)
             if not spans and old is not None:
                 made[name] = old
                 continue
@@ -311,9 +351,9 @@ class ShardedVersions:
 
     # --- owners ------------------------------------------------------------------------------
 
-    def _draft(self, assignment: Assignment, baseline: _Baseline, made: _Made) -> bytes:
+    def _draft(self, spread: _Spread, made: _Made) -> bytes:
         """Put the change of this owner's tensors, or all of them if there is nothing before."""
-        objects = self._put(self._encoded(assignment, baseline, made))
+        objects = self._put(self._encoded(spread, made))
         tally = made.tally
         return msgspec.msgpack.encode(
             _Drafted(objects, tally.entries, tally.elements, tally.changed)
@@ -329,11 +369,10 @@ class ShardedVersions:
 
         return list(zip(numbers, self._how.archive.put_objects(data()), strict=True))
 
-    def _encoded(
-        self, assignment: Assignment, baseline: _Baseline, made: _Made
-    ) -> Iterator[tuple[int, bytes]]:
+    def _encoded(self, spread: _Spread, made: _Made) -> Iterator[tuple[int, bytes]]:
         """This owner's objects with their numbers; none for those in which nothing changed."""
-        for number, names in self._own_parts(assignment):
+        baseline = spread.baseline
+        for number, names in self._own_parts(spread.assignment):
             base = {name: baseline.owned[name] for name in names if name in baseline.owned}
             known = {name: baseline.entries[name] for name in base}
             target = {name: made.bits[name] for name in names}
@@ -341,9 +380,9 @@ class ShardedVersions:
             if encoded.entries != known:
                 yield number, encoded.data
 
-    def _anchors(self, assignment: Assignment, made: _Made) -> Iterator[tuple[int, bytes]]:
+    def _anchors(self, spread: _Spread, made: _Made) -> Iterator[tuple[int, bytes]]:
         tally = Tally()
-        for number, names in self._own_parts(assignment):
+        for number, names in self._own_parts(spread.assignment):
             yield number, encode_part({}, {n: made.bits[n] for n in names}, {}, tally).data
         made.tally.seconds += tally.seconds
 
@@ -352,58 +391,80 @@ class ShardedVersions:
             if owner == self._comms.rank:
                 yield number, assignment.parts[number]
 
-    def _with_anchor(self, assignment: Assignment, made: _Made, manifest: bytes) -> _Decision:
-        """Put the full copy too, and commit."""
-        put = self._rounds.gather(
-            lambda: msgspec.msgpack.encode(self._put(self._anchors(assignment, made)))
-        )
+    def _with_anchors(self, made: Sequence[_Made], told: _Decision) -> _Decision:
+        """Put the full copies that are due too, and commit."""
+
+        def put() -> bytes:
+            copies = [self._put(self._anchors(self._spreads[i], made[i])) for i in told.due]
+            return msgspec.msgpack.encode(copies)
+
+        gathered = self._rounds.gather(put)
 
         def commit() -> bytes:
-            draft = msgspec.json.decode(manifest, type=Manifest)
-            found = [msgspec.msgpack.decode(d, type=list[tuple[int, ObjectRef]]) for d in put]
-            anchor = _in_order(found)
-            return self._commit(replace(draft, anchor=anchor, anchor_version=draft.version))
+            drafts = [msgspec.json.decode(data, type=Manifest) for data in told.manifests]
+            kind = list[list[tuple[int, ObjectRef]]]
+            found = [msgspec.msgpack.decode(data, type=kind) for data in gathered]
+            for place, index in enumerate(told.due):
+                anchor = _in_order([copies[place] for copies in found])
+                version = drafts[index].version
+                drafts[index] = replace(drafts[index], anchor=anchor, anchor_version=version)
+            return self._commit(joined(drafts))
 
         return msgspec.msgpack.decode(self._rounds.broadcast(commit), type=_Decision)
 
     # --- rank 0 ------------------------------------------------------------------------------
 
-    def _decide(self, assignment: Assignment, drafted: Sequence[bytes], step: int) -> bytes:
+    def _decide(self, drafted: Sequence[Sequence[bytes]], step: int) -> bytes:
         """Commit what the owners put, unless there is nothing to commit or an anchor is due."""
-        told = [msgspec.msgpack.decode(data, type=_Drafted) for data in drafted]
-        manifest = self._manifest(assignment, told, step)
+        drafts = []
+        for spread, owners in zip(self._spreads, drafted, strict=True):
+            told = [msgspec.msgpack.decode(data, type=_Drafted) for data in owners]
+            drafts.append(self._manifest(spread, told, step))
         newest = self.newest
-        if newest is not None and manifest.deltas:
-            same = (manifest.root, step) == (newest.root, newest.step)
-            if same and self._how.repeats:
-                return msgspec.msgpack.encode(_Decision("repeated", encode_manifest(newest)))
-            if is_anchor_due(manifest.version, newest.anchor_version, self._how.anchor_every):
-                return msgspec.msgpack.encode(_Decision("anchor", encode_manifest(manifest)))
-        return self._commit(manifest)
+        if newest is not None and self._how.repeats and self._repeats(newest, drafts, step):
+            return msgspec.msgpack.encode(_Decision("repeated", (encode_manifest(newest),)))
+        due = tuple(
+            index
+            for index, draft in enumerate(drafts)
+            if draft.deltas
+            and is_anchor_due(draft.version, draft.anchor_version, self._how.anchor_every)
+        )
+        if due:
+            encoded = tuple(map(encode_manifest, drafts))
+            return msgspec.msgpack.encode(_Decision("anchor", encoded, due))
+        return self._commit(joined(drafts))
 
-    def _manifest(self, assignment: Assignment, told: Sequence[_Drafted], step: int) -> Manifest:
-        """The next version as a change, or in full if there is nothing to change."""
+    def _repeats(self, newest: Manifest, drafts: Sequence[Manifest], step: int) -> bool:
+        """Whether the store's newest version is exactly these, in every format."""
+        return newest.step == step and all(
+            draft.deltas and spread.line.root_in(newest) == draft.root
+            for spread, draft in zip(self._spreads, drafts, strict=True)
+        )
+
+    def _manifest(self, spread: _Spread, told: Sequence[_Drafted], step: int) -> Manifest:
+        """The next version in one format as a change, or in full if there is nothing to change."""
         entries = {name: entry for owner in told for name, entry in owner.entries.items()}
         objects = _in_order([owner.objects for owner in told])
-        newest, baseline = self.newest, self._baseline
-        version = self._how.archive.next_version(newest)
-        base = newest if baseline is not None and baseline.root else None
+        newest, how = self.newest, spread.line.how
+        version = how.archive.next_version(newest)
+        base = spread.line.view(newest) if newest is not None and spread.baseline.root else None
         return Manifest(
-            run_id=self._how.archive.run_id,
+            run_id=how.archive.run_id,
             version=version,
             root=root_of(entries),
             step=step,
-            served_format=self._how.served_format,
+            served_format=how.served_format,
             tensors=len(entries),
             elements=sum(owner.elements for owner in told),
-            bytes_full=sum(kind.nbytes for kind in assignment.kinds.values()),
+            bytes_full=sum(kind.nbytes for kind in spread.assignment.kinds.values()),
             changed=sum(owner.changed for owner in told),
             anchor_version=version if base is None else base.anchor_version,
             anchor=objects if base is None else None,
             deltas=()
             if base is None
             else (Delta(base=base.version, base_root=base.root, objects=objects),),
-            writer=self._how.writer,
+            writer=how.writer,
+            precision_rule=how.precision_rule,
         )
 
     def _commit(self, manifest: Manifest) -> bytes:
@@ -423,7 +484,7 @@ class ShardedVersions:
             return msgspec.msgpack.encode(_Decision("taken"))
         self._doubtful.clear()
         self._how.given_up.clear()
-        return msgspec.msgpack.encode(_Decision("committed", encode_manifest(manifest)))
+        return msgspec.msgpack.encode(_Decision("committed", (encode_manifest(manifest),)))
 
 
 def _in_order(objects: Sequence[Sequence[tuple[int, ObjectRef]]]) -> tuple[ObjectRef, ...]:
