@@ -78,11 +78,15 @@ class Replica:
 
 
 class Fleet(Versions):
+    steps = commits = 0
+    """Of all machines of this process."""
+
     @initialize()
     def start(self) -> None:
         super().start()
         self.replicas = [Replica(self.store) for _ in range(3)]
         self.contents: dict[tuple[int, str], int] = {}
+        self.seen: dict[int, VersionRef] = {}
 
     @rule(place=PLACES, keeps=st.booleans())
     def come_back(self, place: int, keeps: bool) -> None:
@@ -218,10 +222,13 @@ class Fleet(Versions):
             assert version is not None
             manifest = decode_manifest(data, run_id=RUN, version=version)
             self.contents[version, manifest.root] = manifest.step
-        for replica in self.replicas:
+        Fleet.steps += 1
+        for place, replica in enumerate(self.replicas):
             ref = replica.target.ref
             if ref is None:
                 continue
+            Fleet.commits += self.seen.get(place) != ref
+            self.seen[place] = ref
             held = plain({name: replica.target.read(name) for name in replica.target.entries})
             assert held == self.attempts[self.contents[ref.version, ref.root]]
 

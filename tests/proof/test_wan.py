@@ -32,12 +32,12 @@ from farcast.delta import TensorBits, entry_of, nbytes_of, root_of, words_of
 from farcast.store import MemoryStore
 
 
-def weights(elements: int, seed: int = 1) -> dict[str, TensorBits]:
+def weights(elements: int, *, parts: int = 4, seed: int = 1) -> dict[str, TensorBits]:
     """bf16 of the usual sizes, in a few matrices."""
     rng = np.random.default_rng(seed)
     made: dict[str, TensorBits] = {}
-    for index in range(4):
-        shape = (elements // 4 // 64, 64)
+    for index in range(parts):
+        shape = (elements // parts // 64, 64)
         words = (rng.normal(0, 0.05, shape).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
         bits = TensorBits("BF16", shape, words.reshape(-1).view(np.uint8))
         made[f"model.layers.{index}.weight"] = bits
@@ -226,8 +226,8 @@ def test_a_part_of_a_copy_is_scaled_by_its_bytes_and_the_fixed_time_once() -> No
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_measured_from_end_to_end() -> None:
-    base = weights(8_000_000)
-    effort = Effort(1, 1.0, 16 << 10, 16, 1_000_000, 50, 1)
+    base = weights(1 << 24, parts=64)
+    effort = Effort(1, 1.0, 16 << 10, 16, 1 << 18, 50, 1)
     said: list[str] = []
     report = measure(base, made(base, 1), "tests", effort, quick=True, say=said.append)
     found = flat(report)
