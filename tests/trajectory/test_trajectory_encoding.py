@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from farcast.errors import FormatError, IntegrityError, LimitError, TrajectoryTooLargeError
-from farcast.trajectory import Trajectory, Turn, decode_batch, encode_batch
+from farcast.trajectory import RoutedExperts, Trajectory, Turn, decode_batch, encode_batch
 from farcast.trajectory import encoding as enc
 from trajectory_world import RUN, episode, group, span
 
@@ -194,7 +194,7 @@ ATTACKS: dict[str, bytes] = {
     "body size too small": sealed(bytes(64), body=63),
     "payload size 2**32-1": sealed(bytes(64), payload=(1 << 32) - 1),
     "sequence beyond keys": sealed(bytes(64), sequence=10**12),
-    "other format": sealed(bytes(64), format=2),
+    "other format": sealed(bytes(64), format=3),
     "reserved bits": sealed(bytes(64), zero=1),
     "bomb": sealed(bytes(enc.MAX_BODY_BYTES + 1)),
     "bomb that lies": sealed(bytes(enc.MAX_BODY_BYTES + 1), body=1000),
@@ -329,3 +329,153 @@ def test_golden_body() -> None:
 
 
 GOLDEN = "e1f5c6d4f90d8a05"
+
+
+# --- format 2: routed experts, feedback on turns ---------------------------------------------
+
+
+def routed(tokens: int, layers: int = 3, top_k: int = 2, *, width: int = 1, seed: int = 0) -> Any:
+    """Distinct experts for each token and layer, of 40 or of 400."""
+    rng = np.random.default_rng(seed)
+    count = 40 if width == 1 else 400
+    ids = rng.random((tokens, layers, count)).argsort(-1)[..., :top_k]
+    return RoutedExperts.of(ids.astype(f"u{width}"))
+
+
+def told(trajectory: Trajectory, text: str) -> Trajectory:
+    """Feedback on the model's turn."""
+    first, second = trajectory.turns
+    return replace(trajectory, turns=(first, replace(second, feedback=text)))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_routed_experts_come_home_bit_for_bit(width: int) -> None:
+    batch = [
+        episode("a", experts=routed(8, width=width)),
+        episode("b"),
+        episode("c", experts=routed(7, width=width, seed=1)),
+    ]
+    data = encode_batch(batch, run_id=RUN, sequence=0)
+    assert data[4] == 2
+    back = decode_batch(data).trajectories
+    assert back == tuple(batch)
+    assert back[2].experts is not None
+    assert back[2].experts.tokens == 7
+    assert np.array_equal(back[2].experts.array(), routed(7, width=width, seed=1).array())
+
+
+def test_feedback_on_a_turn_comes_home() -> None:
+    batch = [told(episode("a"), "the file was not there"), episode("b")]
+    data = encode_batch(batch, run_id=RUN, sequence=0)
+    assert data[4] == 2
+    assert decode_batch(data).trajectories == tuple(batch)
+
+
+def test_what_needs_no_later_format_is_written_in_the_first() -> None:
+    assert encode_batch([episode()], run_id=RUN, sequence=0)[4] == 1
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        RoutedExperts(layers=3, top_k=2, width=1, ids=b""),
+        RoutedExperts(layers=3, top_k=2, width=1, ids=bytes(7)),
+        RoutedExperts(layers=3, top_k=2, width=1, ids=bytes(6 * 9)),
+        RoutedExperts(layers=3, top_k=2, width=4, ids=bytes(24)),
+        RoutedExperts(layers=0, top_k=2, width=1, ids=bytes(6)),
+        RoutedExperts(layers=1 << 11, top_k=2, width=1, ids=bytes(1 << 12)),
+        "no experts",
+    ],
+    ids=["none", "no whole row", "beyond the tokens", "width", "no layer", "layers", "a word"],
+)
+def test_broken_experts_cannot_be_written(experts: Any) -> None:
+    with pytest.raises(FormatError):
+        encode_batch([episode(experts=experts)], run_id=RUN, sequence=0)
+
+
+def test_one_batch_has_one_shape_of_experts() -> None:
+    batch = [episode("a", experts=routed(8)), episode("b", experts=routed(8, layers=4))]
+    with pytest.raises(FormatError, match="submit them apart"):
+        encode_batch(batch, run_id=RUN, sequence=0)
+
+
+ROUTED, SHAPE = 20, 4
+
+
+def forged_2(change: Callable[[list[Any]], object], format: int = 2) -> bytes:
+    """As `forged`, of two trajectories with experts."""
+    batch = [replace(t, experts=routed(8)) for t in group("g", 2)]
+    body = body_of(encode_batch(batch, run_id=RUN, sequence=0))
+    (size,) = struct.unpack_from("<I", body)
+    header = msgspec.msgpack.decode(body[4 : 4 + size])
+    change(header)
+    packed = msgspec.msgpack.encode(header)
+    return sealed(struct.pack("<I", len(packed)) + packed + body[4 + size :], format=format)
+
+
+ATTACKS_2: dict[str, bytes] = {
+    "said to be format 1": forged_2(lambda _: None, format=1),
+    "said to be format 3": forged_2(lambda _: None, format=3),
+    "format 2 without need": sealed(body_of(GOOD), format=2),
+    "no shape": forged_2(lambda h: h.pop()),
+    "a shape and no rows": forged_2(put(ROUTED, 0, 0)),
+    "rows beyond the tokens": forged_2(put(ROUTED, 9, 7)),
+    "4 Mi rows": forged_2(put(ROUTED, 1 << 22, 1 << 22)),
+    "negative rows": forged_2(put(ROUTED, -1)),
+    "more layers": forged_2(lambda h: h.__setitem__(SHAPE, [4, 2, 1])),
+    "a thousand layers of 256": forged_2(lambda h: h.__setitem__(SHAPE, [1 << 10, 1 << 8, 2])),
+    "layers 2**63": forged_2(lambda h: h.__setitem__(SHAPE, [1 << 63, 2, 1])),
+    "width 0": forged_2(lambda h: h.__setitem__(SHAPE, [3, 4, 0])),
+    "width 3": forged_2(lambda h: h.__setitem__(SHAPE, [1, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("what", ATTACKS_2)
+def test_attacks_on_experts_are_refused_in_little_memory(what: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(REFUSALS):
+            decode_batch(ATTACKS_2[what])
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_golden_body_of_format_2() -> None:
+    batch = [told(episode("a", experts=routed(8)), "so so"), episode("b", top_k=5)]
+    body = body_of(encode_batch(batch, run_id=RUN, sequence=3))
+    assert blake3(body).hexdigest()[:16] == GOLDEN_2
+
+
+GOLDEN_2 = "c420397f152d0f58"
+
+
+def test_bytes_a_token_of_routed_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """48 layers, 8 of 128 experts, favourites that differ by layer: at most 1.1 times the entropy
+    of each place in the ranking by itself, and below what fixed-width bits take."""
+    layers, top_k, experts, tokens = 48, 8, 128, 600
+    rng = np.random.default_rng(0)
+    liking = rng.gumbel(size=(layers, experts)) * 1.2
+    scores = liking + rng.gumbel(size=(2 * tokens, layers, experts))
+    chosen = (-scores).argsort(-1)[..., :top_k].astype(np.uint8)
+    batch = group("g", 2, answer=tokens - 3)
+    with_experts = [
+        replace(t, experts=RoutedExperts.of(chosen[i * tokens : (i + 1) * tokens]))
+        for i, t in enumerate(batch)
+    ]
+    plain, full = (len(encode_batch(b, run_id=RUN, sequence=0)) for b in (batch, with_experts))
+    size = (full - plain) / (2 * tokens)
+    bound = sum(entropy(chosen[:, layer, k]) for layer in range(layers) for k in range(top_k)) / 8
+    with capsys.disabled():
+        print(
+            f"\nrouted experts, 48 layers x 8 of 128: {size:.0f} bytes a token; raw 384, "
+            f"7-bit 336, entropy by layer and rank {bound:.0f}"
+        )
+    assert size < 336
+    assert size < 1.1 * bound
+
+
+def entropy(values: Any) -> float:
+    """Bits of one value."""
+    share = np.bincount(values) / len(values)
+    return float(-(share[share > 0] * np.log2(share[share > 0])).sum())

@@ -67,14 +67,14 @@ def unplane(data: Bytes, count: int, width: int) -> NDArray[np.uint32]:
     return wide.view("<u4").reshape(count)
 
 
-def expert_planes(parts: Sequence[NDArray[Any]]) -> bytes:
-    """Arrays [tokens, layers, top_k] of one shape but for `tokens`: low bytes as
-    [layers, top_k, all tokens], then high bytes where there are any."""
+def expert_planes(parts: Sequence[NDArray[Any]]) -> list[bytes]:
+    """Arrays [tokens, layers, top_k] of one shape but for `tokens`: for each layer its low bytes
+    as [top_k, all tokens], then, where there are any, for each layer its high bytes."""
     if not parts:
-        return b""
+        return []
     joined = np.concatenate(parts).transpose(1, 2, 0)
-    low = (joined & 0xFF).astype(np.uint8).tobytes()
-    return low if joined.dtype.itemsize == 1 else low + (joined >> 8).astype(np.uint8).tobytes()
+    shifts = range(0, 8 * joined.dtype.itemsize, 8)
+    return [((layer >> s) & 0xFF).astype(np.uint8).tobytes() for s in shifts for layer in joined]
 
 
 def unplane_experts(data: Bytes, tokens: int, layers: int, top_k: int, width: int) -> NDArray[Any]:
