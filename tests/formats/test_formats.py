@@ -19,11 +19,11 @@ from farcast.formats import bf16_bits, canonical_names, served_bf16
         ("layers.0.module.w", "layers.0.module.w"),
     ],
 )
-def test_wrappers_leave_no_trace_in_names(name: str, canonical: str) -> None:
+def test_case_093_wrappers_leave_no_trace_in_names(name: str, canonical: str) -> None:
     assert canonical_names([name]) == {name: canonical}
 
 
-def test_a_layer_called_module_keeps_its_name() -> None:
+def test_case_093_a_layer_called_module_keeps_its_name() -> None:
     names = ["module.w", "head.w", "module_list.0.w"]
     assert canonical_names(names) == {name: name for name in names}
 
@@ -33,7 +33,7 @@ def test_a_layer_called_module_keeps_its_name_under_a_wrapper_too() -> None:
     assert canonical_names(wrapped) == wrapped
 
 
-def test_names_that_fall_together_are_refused() -> None:
+def test_case_093_names_that_fall_together_are_refused() -> None:
     with pytest.raises(TensorMismatchError, match=r"'a\._orig_mod\.w'"):
         canonical_names(["a.w", "a._orig_mod.w"])
 

@@ -136,7 +136,7 @@ def test_turns_of_a_session_go_home_with_their_outcome() -> None:
     assert authorization == f"Bearer {ENGINE_TOKEN}"
 
 
-def test_a_prompt_that_does_not_continue_begins_a_segment_that_says_so() -> None:
+def test_case_075_a_prompt_that_does_not_continue_begins_a_segment_that_says_so() -> None:
     """Case 075: [5, 6] came back as [7], which decodes to the same text."""
 
     async def use(world: World) -> None:

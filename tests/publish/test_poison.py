@@ -37,7 +37,7 @@ def started() -> tuple[MemoryStore, Publisher]:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_tensor_that_turned_to_nan_is_refused_by_name(dtype: Any) -> None:
+def test_case_077_a_tensor_that_turned_to_nan_is_refused_by_name(dtype: Any) -> None:
     store = MemoryStore()
     publisher = Publisher(store, RUN)
     publisher.publish({"good": tensors()["a"], "layers.3.bad": full(1.0, dtype)}, step=0)

@@ -121,7 +121,7 @@ def test_every_bit_pattern_of_every_dtype_survives() -> None:
         assert rebuilt(store, version) == bits_of(values)
 
 
-def test_unchanged_weights_give_empty_deltas_and_are_never_written_into() -> None:
+def test_case_021_unchanged_weights_give_empty_deltas_and_are_never_written_into() -> None:
     """Case 021."""
     store = MemoryStore()
     publisher = Publisher(store, RUN, anchor_every=100)
@@ -190,7 +190,7 @@ def test_equal_tensors_give_equal_objects_in_any_process(tmp_path: Path) -> None
     assert contents(open_store(tmp_path), "objects/") == contents(stores[0], "objects/")
 
 
-def test_a_restarted_trainer_goes_on_after_the_newest_version() -> None:
+def test_case_063_a_restarted_trainer_goes_on_after_the_newest_version() -> None:
     """Case 063."""
     store = MemoryStore()
     first = Publisher(store, RUN)
@@ -207,7 +207,7 @@ def test_a_restarted_trainer_goes_on_after_the_newest_version() -> None:
     assert rebuilt(store, 8) == bits_of(tensors(8))
 
 
-def test_repeating_the_newest_version_changes_nothing() -> None:
+def test_case_095_repeating_the_newest_version_changes_nothing() -> None:
     """Case 095: crash after the manifest of v8, resume from the checkpoint of v7."""
     store = MemoryStore()
     first = Publisher(store, RUN, anchor_every=4)
@@ -339,7 +339,7 @@ def test_calls_are_checked() -> None:
     assert keys(store) == []
 
 
-def test_wrapped_and_bare_models_publish_identical_objects() -> None:
+def test_case_093_wrapped_and_bare_models_publish_identical_objects() -> None:
     """Case 093."""
     bare, wrapped = MemoryStore(), MemoryStore()
     w = np.arange(12, dtype=np.float32)

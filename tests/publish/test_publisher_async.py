@@ -21,7 +21,7 @@ from version_world import RUN, bits_of, copied, plain, rebuilt, tensors
 torch = pytest.importorskip("torch")
 
 
-def test_the_trainer_may_go_on_at_once() -> None:
+def test_case_087_the_trainer_may_go_on_at_once() -> None:
     """Case 087: 50 times with a slow store."""
     store = FaultStore()
     store.add(Rule(Delay(0.002), verb="put", times=None))
@@ -43,7 +43,7 @@ def test_the_trainer_may_go_on_at_once() -> None:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_generator_may_fill_one_buffer_again_and_again(background: bool) -> None:
+def test_case_087_a_generator_may_fill_one_buffer_again_and_again(background: bool) -> None:
     store = MemoryStore()
     buffer = np.zeros(8, np.float32)
 
@@ -179,7 +179,7 @@ class FakeCopies:
         return {name: to_bits(host) for name, (host, _) in self.started.items()}
 
 
-def test_copies_from_a_device_are_awaited_before_anybody_reads() -> None:
+def test_case_089_copies_from_a_device_are_awaited_before_anybody_reads() -> None:
     """Case 089."""
     FakeCopies.waits = 0
     values = tensors()

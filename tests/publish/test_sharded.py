@@ -241,7 +241,7 @@ def test_repeating_the_last_step_writes_nothing() -> None:
     assert not ranks.publishers[1].last.written
 
 
-def test_plain_and_sharded_tensors_mix_and_a_slow_rank_holds_nobody_up_for_good() -> None:
+def test_case_091_plain_and_sharded_tensors_mix_and_a_slow_rank_holds_nobody_up_for_good() -> None:
     """Case 091: no rank gathers (the fake fails the test if it does), rank 1 has no copy of the
     plain parameters, rank 0 is slow, and all take the same rounds."""
     store = MemoryStore()

@@ -270,7 +270,7 @@ def test_a_group_that_is_too_large_does_not_hold_up_the_others() -> None:
     assert {t.group_id[-6:] for t in world.arrived()} == {"000001"}
 
 
-def test_a_prompt_that_does_not_continue_the_episode_is_refused() -> None:
+def test_case_075_a_prompt_that_does_not_continue_the_episode_is_refused() -> None:
     """[5, 6] and [7] may read the same: a template that renders turn two anew can tell them
     apart only by their ids."""
     completion = Completion((5, 6), (-1.0, -1.0), (span(0, 2, 1),), "stop")

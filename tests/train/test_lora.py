@@ -74,7 +74,7 @@ def test_merged_tensors_compute_what_base_and_adapter_compute() -> None:
 
 
 @pytest.mark.parametrize("tensors", [merged_tensors, adapter_tensors])
-def test_fifty_publishes_leave_the_base_alone_and_are_empty(tensors: Any) -> None:
+def test_case_021_fifty_publishes_leave_the_base_alone_and_are_empty(tensors: Any) -> None:
     """Case 021."""
     module = adapted(trained=True)
     before = bits(module)

@@ -142,7 +142,7 @@ def test_numbers_that_are_not_finite_stay_out(name: str, poison: float, column: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_stale_sample_cannot_make_the_loss_infinite(name: str) -> None:
+def test_case_077_one_stale_sample_cannot_make_the_loss_infinite(name: str) -> None:
     """Case 077: exp(99) is infinite in float32."""
     inputs = inputs_of([-1.0, -1.0], [-100.0, -1.0], [-1.0, 1.0], [-1.0, -1.0])
     inputs = LossInputs(*(column.detach().float() for column in inputs[:5]), inputs.keep)
@@ -163,7 +163,9 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 
 @pytest.mark.parametrize("advantages", [group_advantages, centred_advantages])
-def test_a_reward_that_is_not_finite_has_no_part_in_the_others_baseline(advantages: Any) -> None:
+def test_case_083_a_reward_that_is_not_finite_has_no_part_in_the_others_baseline(
+    advantages: Any,
+) -> None:
     with_poison = advantages(torch.tensor([0.0, float("nan"), 1.0, float("inf")]))
     assert with_poison[[0, 2]].tolist() == advantages(torch.tensor([0.0, 1.0])).tolist()
     assert with_poison[[1, 3]].isnan().all()

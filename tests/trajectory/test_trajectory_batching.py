@@ -36,7 +36,7 @@ def test_order_of_arrival_does_not_change_a_group() -> None:
     assert one.take(1, version=0, now=0) == two.take(1, version=0, now=0)
 
 
-def test_an_aborted_member_drops_its_group_and_no_other() -> None:
+def test_case_083_an_aborted_member_drops_its_group_and_no_other() -> None:
     """Groups of four: A loses a member, B and C are complete, so the total is still divisible."""
     first = [episode(f"A-{i}", group="A", size=4) for i in range(3)]
     lost = episode("A-3", group="A", size=4, finish_reason="aborted", reward=0.0)
@@ -48,7 +48,7 @@ def test_an_aborted_member_drops_its_group_and_no_other() -> None:
     }
 
 
-def test_a_member_that_never_comes_releases_its_group() -> None:
+def test_case_081_a_member_that_never_comes_releases_its_group() -> None:
     held = batcher(group_timeout=60)
     held.add(group("a")[:3], now=10)
     assert held.take(1, version=0, now=69.9) == []
@@ -78,7 +78,7 @@ def test_the_oldest_token_in_the_loss_decides() -> None:
     assert staleness_of(nothing, 9) == 0
 
 
-def test_staleness_after_a_resume_counts_from_the_version_that_was_published() -> None:
+def test_case_063_staleness_after_a_resume_counts_from_the_version_that_was_published() -> None:
     """Published to v7, restarted, next publish is v8: a trajectory of v7 is one version old."""
     held = batcher()
     held.add(group("a", version=7), now=0)

@@ -69,7 +69,7 @@ def test_what_is_submitted_is_consumed_exactly() -> None:
     assert receiver(store).consume(64) == given
 
 
-def test_token_ids_come_home_as_sampled() -> None:
+def test_case_075_token_ids_come_home_as_sampled() -> None:
     """Two token sequences may read the same; what was sampled is what is trained on."""
     store = MemoryStore()
     sender(store).submit(episode(prompt=0, answer=2, turns=(), token_ids=(5, 6)))
@@ -181,7 +181,7 @@ def test_a_refusal_without_an_object_is_not_final() -> None:
     assert everything(store) == ["t0"]
 
 
-def test_large_submissions_are_split_and_a_single_giant_is_refused() -> None:
+def test_case_085_large_submissions_are_split_and_a_single_giant_is_refused() -> None:
     store = MemoryStore()
     one = sender(store, max_batch_bytes=64 << 10)
     with pytest.raises(TrajectoryTooLargeError):
@@ -194,7 +194,7 @@ def test_large_submissions_are_split_and_a_single_giant_is_refused() -> None:
     assert receiver(store).consume(99) == [*many, episode("normal")]
 
 
-def test_backlog_is_bounded_by_number_and_by_bytes() -> None:
+def test_case_081_backlog_is_bounded_by_number_and_by_bytes() -> None:
     store, clock = MemoryStore(), Clock()
     reader = receiver(store)
     one = sender(
@@ -250,7 +250,7 @@ def test_groups_are_counted_not_the_batches_that_hold_them() -> None:
         one.submit(episode("e", group="d"))
 
 
-def test_consume_crash_restore() -> None:
+def test_case_079_consume_crash_restore() -> None:
     store = MemoryStore()
     sender(store).submit_many([episode(f"t{i}") for i in range(8)])
     first = receiver(store)
