@@ -79,7 +79,7 @@ class TrainWorld:
 
     def trainer(self, **overrides: Any) -> tuple[Trainer, Policy, Publisher]:
         policy = Policy(tiny_module(), self.config)
-        publisher = Publisher(self.store, RUN)
+        publisher = overrides.pop("publisher", None) or Publisher(self.store, RUN)
         archive = Archive(self.store, RUN)
         settings: dict[str, Any] = {
             "receiver": TrajectoryReceiver(self.store, RUN),

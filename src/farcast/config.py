@@ -94,6 +94,8 @@ class TrainConfig(_Frozen, frozen=True, kw_only=True):
     optimizer: OptimizerName = "adamw"
     """muon is for the matrices of hidden layers; everything else stays with AdamW."""
     muon_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
+    also: Annotated[tuple[Name, ...], msgspec.Meta(max_length=15)] = ()
+    """Served formats beside bf16 in which every version is published: docs/formats.md."""
     lora: LoraConfig | None = None
     """Train adapters only, and publish them merged; None trains every weight."""
     learning_rate: PositiveFloat = 1e-5
@@ -114,8 +116,8 @@ class TrainConfig(_Frozen, frozen=True, kw_only=True):
     """Every 4th version also holds the change from 4 before, every 16th from 16 before, ...: who
     comes back late reads O(log n) objects. None sends single deltas only, as several ranks do."""
     keep_versions: Positive | None = 256
-    """Older versions are removed, but never one that a replica with a lease needs, nor an object
-    within an hour of its last use. None keeps every version; several ranks do, too."""
+    """Older versions are removed, but none that leads on from where a replica with a lease stands,
+    and no object put within the hour. None keeps every version; several ranks do, too."""
     max_backlog_groups: Positive = 8
     """Unread groups per worker before it waits: the backpressure bound."""
     store_patience: NonNegativeFloat = STORE_PATIENCE

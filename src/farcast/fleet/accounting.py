@@ -69,6 +69,8 @@ class Published(msgspec.Struct, frozen=True):
     root: str
     by_delta: str = ""
     by_anchor: str = ""
+    others: tuple[str, ...] = ()
+    """The roots of the same version in other served formats."""
 
 
 class SpanClaim(msgspec.Struct, frozen=True, order=True):
@@ -87,6 +89,7 @@ def compare_roots(
     """Every place where a version's root differs. `claims` gives one trajectory id for each. What
     is said of versions before the oldest in the store is not compared: they were removed."""
     roots = {p.version: p.root for p in published}
+    others = {p.version: p.others for p in published}
     differences = [
         f"version {p.version}: the store rebuilds {rebuilt[:12]} by its {way}, "
         f"the manifest says {p.root[:12]}"
@@ -102,7 +105,7 @@ def compare_roots(
             return
         if version not in roots:
             differences.append(f"version {version}: {who} names it, the store has no manifest")
-        elif roots[version] != root:
+        elif roots[version] != root and root not in others[version]:
             differences.append(
                 f"version {version}: {who} says {root[:12]}, "
                 f"the manifest says {roots[version][:12]}"

@@ -170,6 +170,7 @@ class _Walk:
                 root=manifest.root,
                 by_delta=by_delta,
                 by_anchor=by_anchor,
+                others=tuple(view.root for view in manifest.views[1:]),
             )
         )
 

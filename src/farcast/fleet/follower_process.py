@@ -18,6 +18,7 @@ from farcast.fleet.trainer_process import (
 )
 from farcast.store import PatientStore, open_store
 from farcast.store.archive import Archive
+from farcast.train.loop import to_publish
 from farcast.train.team import Team
 from farcast.trajectory import TrajectoryReceiver
 
@@ -40,5 +41,5 @@ def run_follower(
         )
         trainer.resume()
         if publisher.newest is None:
-            publisher.publish(policy.served(), 0)
+            publisher.publish(to_publish(policy, publisher), 0)
         trainer.run()

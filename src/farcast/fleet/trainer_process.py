@@ -44,13 +44,14 @@ from farcast.store import PatientStore, Store, open_store
 from farcast.store.archive import Archive
 from farcast.store.probe import probe_conditional_put
 from farcast.train.checkpoint import Checkpoints
-from farcast.train.loop import StepReport, Trainer
+from farcast.train.loop import StepReport, Trainer, to_publish
 from farcast.train.lora import add_lora
 from farcast.train.models import default_cache, prepare_model
 from farcast.train.policy import Policy, served_root
 from farcast.train.sharding import is_sharded, shard
 from farcast.train.team import Team
 from farcast.trajectory import GroupBatcher, TrajectoryReceiver
+from farcast.trajectory.batching import RootOf
 
 GROUP_TIMEOUT = 600.0
 """Workers send groups whole, so an incomplete one means that a group was split for its size and
@@ -172,6 +173,8 @@ def open_publisher(config: RunConfig, store: Store, lines: Lines | None) -> Publ
         reanchor=True,
         comms=None if lines is None else lines.publish,
         squash=config.train.squash if lines is None else None,
+        # The trainer's own forward pass is in bf16, and the root that it vouches for is of that.
+        formats=("bf16", *config.train.also) if config.train.also else (),
         fork_of=config.fork_of,
         signer=_signer(config),
     )
@@ -233,14 +236,15 @@ def _create_run(archive: Archive, config: RunConfig, model: Path) -> None:
     archive.create_run(record if signer is None else signer.sign(record))
 
 
-def root_reader(archive: Archive) -> Callable[[int], str | None]:
+def root_reader(archive: Archive) -> RootOf:
     """Roots of published versions; None for those that were not, or are gone."""
 
-    def root_of(version: int) -> str | None:
+    def root_of(version: int) -> str | frozenset[str] | None:
         try:
-            return archive.manifest(version).root
+            views = archive.manifest(version).views
         except UnknownVersionError:
             return None
+        return views[0].root if len(views) == 1 else frozenset(view.root for view in views)
 
     return root_of
 
@@ -308,7 +312,7 @@ class _Recorder:
             return
         served = policy.served()
         if publisher.newest is None:
-            publisher.publish(served, 0)
+            publisher.publish(to_publish(policy, publisher), 0)
         report = publisher.last
         self._registry.put_step(
             StepRecord(

@@ -186,6 +186,12 @@ class Publisher:
         return None if newest is None else newest.step
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """The served formats that are derived here from masters; none where served tensors are
+        handed over."""
+        return tuple(line.recipe.name for line in self._lines if line.recipe is not None)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether every rank publishes its own shards, through `comms`."""
         return self._sharded is not None

@@ -33,7 +33,7 @@ from farcast.trajectory import (
     TrajectoryReceiver,
     staleness_of,
 )
-from farcast.trajectory.batching import RootOf
+from farcast.trajectory.batching import RootOf, is_root
 
 POLL_SECONDS = 0.1
 REMEMBERED_ROOTS = 1024
@@ -81,6 +81,11 @@ class _Update(NamedTuple):
     version: int
     """The trainer's version when the step began."""
     report: UpdateReport
+
+
+def to_publish(policy: Policy, publisher: Publisher) -> dict[str, Any]:
+    """What a publisher is given: masters where it derives formats, else what is served."""
+    return policy.masters() if publisher.formats else policy.served()
 
 
 class _Place(NamedTuple):
@@ -196,7 +201,8 @@ class Trainer:
                 f"The checkpoint of step {state.step} had published version {state.version}, but "
                 f"the store holds {held}; put the run's own store back."
             )
-        if self._root_of(state.version) not in (None, state.root):
+        known = self._root_of(state.version)
+        if known is not None and not is_root(state.root, known):
             raise RunMismatchError(
                 f"Version {state.version} in the store is not the one that the checkpoint of step "
                 f"{state.step} published; put the run's own store back."
@@ -207,7 +213,7 @@ class Trainer:
 
         The weights before the first step are version 0, so that workers can begin."""
         if self._publisher.newest is None:
-            self._publisher.publish(self._policy.served(), self._step)
+            self._publisher.publish(to_publish(self._policy, self._publisher), self._step)
         while self._step < self._config.steps:
             groups = self._wait_for_groups()
             if groups is None:
@@ -250,7 +256,11 @@ class Trainer:
                 time.sleep(POLL_SECONDS)
         return None
 
-    def _known_root(self, version: int) -> str | None:
+    @property
+    def _several(self) -> bool:
+        return bool(self._publisher.formats)
+
+    def _known_root(self, version: int) -> str | frozenset[str] | None:
         """What this trainer published it need not ask the store for, which takes a round trip."""
         return self._roots.get(version) or self._root_of(version)
 
@@ -301,7 +311,8 @@ class Trainer:
         root = served_root(served) if self._team.size == 1 else None
         before = time.perf_counter()
         version = self.version + 1
-        job = self._publisher.publish_async(served, self._step)
+        tensors = to_publish(self._policy, self._publisher) if self._several else served
+        job = self._publisher.publish_async(tensors, self._step)
         self._blocked += time.perf_counter() - before
         seconds = time.perf_counter() - began
         report = self._reporter(done, root, seconds, self._batcher.drain_dropped())
@@ -315,7 +326,8 @@ class Trainer:
         before = time.perf_counter()
         published = self._pending.job.report()
         self._blocked += time.perf_counter() - before
-        self._roots[published.ref.version] = published.ref.root
+        if not self._several:
+            self._roots[published.ref.version] = published.ref.root
         while len(self._roots) > REMEMBERED_ROOTS:
             self._roots.pop(next(iter(self._roots)))
         report = self._pending.report(published)

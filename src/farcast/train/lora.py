@@ -84,6 +84,11 @@ def has_lora(module: Any) -> bool:
 def merged_tensors(module: Any) -> dict[str, torch.Tensor]:
     """The served parameters by the names they have without adapters, in bf16; adapters are in
     their layer's weight."""
+    return {name: served_bf16(tensor) for name, tensor in merged_masters(module).items()}
+
+
+def merged_masters(module: Any) -> dict[str, torch.Tensor]:
+    """The same before it is rounded: what was merged in float32, the others as they are."""
     layers = dict(_layers(module))
     _refuse_copies(module)
     out: dict[str, torch.Tensor] = {}
@@ -92,11 +97,11 @@ def merged_tensors(module: Any) -> dict[str, torch.Tensor]:
         if owner in layers:
             plain = f"{owner}.{rest}"
             out[_unwrapped(plain)] = (
-                served_bf16(_merged(param, layers[owner])) if rest == "weight" else param
+                _merged(param, layers[owner]) if rest == "weight" else param.detach()
             )
         elif not _is_adapter(name, layers):
-            out[_unwrapped(name)] = param
-    return {name: served_bf16(tensor) for name, tensor in out.items()}
+            out[_unwrapped(name)] = param.detach()
+    return out
 
 
 def adapter_tensors(module: Any) -> dict[str, torch.Tensor]:

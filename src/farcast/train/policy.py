@@ -14,7 +14,7 @@ from farcast.config import TrainConfig
 from farcast.delta import entry_of, root_of, to_bits
 from farcast.errors import FormatError
 from farcast.formats import canonical_names, served_bf16
-from farcast.train.lora import has_lora, merged_tensors
+from farcast.train.lora import has_lora, merged_masters, merged_tensors
 from farcast.train.optimizers import STATE_KEYS, Optimizer, hidden_matrices
 from farcast.train.packing import Pack
 from farcast.train.sharding import (
@@ -105,6 +105,16 @@ class Policy:
             tensors = zip(self._names, self._params, strict=True)
             served = {name: served_bf16(param) for name, param in tensors}
         return served | {name: buffer.detach() for name, buffer in self._buffers.items()}
+
+    def masters(self) -> dict[str, Any]:
+        """The float32 weights that served formats are derived from, by canonical name; buffers as
+        bits, which are served as they are."""
+        if self._adapted:
+            masters = merged_masters(self._module)
+        else:
+            pairs = zip(self._names, self._masters, strict=True)
+            masters = {name: master.detach() for name, master in pairs}
+        return masters | {name: to_bits(buffer) for name, buffer in self._buffers.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and optimizer moments as flat names, for the checkpoint: of sharded ones, what

@@ -31,8 +31,9 @@ from farcast.types import Name
 DropReason = Literal["invalid", "partial", "stale"]
 REASONS: tuple[DropReason, ...] = ("invalid", "partial", "stale")
 
-RootOf = Callable[[int], str | None]
-"""The root of a version that was published, None for a version that was not."""
+RootOf = Callable[[int], str | frozenset[str] | None]
+"""The root of a version that was published, or the roots of one that is served in several formats;
+None for a version that was not."""
 
 CLOSED_GROUPS = 4096
 """Groups remembered after they left, so that a late member is not taken for a new group. A
@@ -91,6 +92,11 @@ class _State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     dropped: dict[DropReason, list[Name]]
     totals: dict[DropReason, int]
     repeated: int
+
+
+def is_root(root: str, known: str | frozenset[str] | None) -> bool:
+    """Whether `root` is what `known`, of a `RootOf`, says."""
+    return root in known if isinstance(known, frozenset) else root == known
 
 
 class GroupBatcher:
@@ -239,7 +245,7 @@ class GroupBatcher:
         for span in (span for member in members for span in member.spans):
             if span.version > version:
                 return "invalid"
-            if root_of is not None and root_of(span.version) != span.root:
+            if root_of is not None and not is_root(span.root, root_of(span.version)):
                 return "invalid"
         if any(staleness_of(member, version) > self._max_staleness for member in members):
             return "stale"
