@@ -145,10 +145,10 @@ def test_ranks_send_each_other_the_change_and_each_looks_after_its_share() -> No
 
 @pytest.mark.parametrize("fault", [Fail(), LoseReply()], ids=["fail", "lose reply"])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_rank_whose_put_fails_stops_all_and_the_retry_is_right(
+def test_case_073_a_rank_whose_put_fails_stops_all_and_the_retry_is_right(
     fault: Fail | LoseReply, bad: int
 ) -> None:
-    """Case 073: no manifest, no baseline moved, and the retry carries the right bits."""
+    """No manifest, no baseline moved, and the retry carries the right bits."""
     store = MemoryStore()
     broken = FaultStore(store)
     ranks = Ranks(2, store, faulty={bad: broken})
