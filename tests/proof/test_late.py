@@ -46,3 +46,18 @@ def test_weights_of_a_version_before_the_newest_anchor_are_recognised() -> None:
     subscriber.sync()
     assert subscriber.ref == archive.manifest(VERSIONS).ref
     assert subscriber.last.bytes_fetched < 50_000, "deltas, not the anchor"
+
+
+def test_who_was_sent_past_removed_versions_follows_from_there() -> None:
+    store = MemoryStore()
+    weights = {"w": np.zeros(100, np.uint16)}
+    with Publisher(store, RUN, anchor_every=4, workers=1) as publisher:
+        publisher.publish(weights, step=0)
+        subscriber = Subscriber(store, RUN, MemoryTarget(), workers=1)
+        subscriber.sync()
+        for step in range(1, 10):
+            weights["w"][step] += 1
+            publisher.publish(weights, step=step)
+        publisher.collect_garbage(keep=1, grace=0.0)
+        subscriber.sync(to=8)
+        assert subscriber.sync().version == 9

@@ -480,6 +480,9 @@ class Archive:
         with self._lock:
             self._damaged.pop(manifest.version, None)
             self._manifests[manifest.version] = manifest
+            # Whoever was sent past removed versions asks on from there.
+            if self._newest is not None and manifest.version > self._newest.version:
+                self._newest = manifest
             while len(self._manifests) > MANIFESTS_KEPT:
                 oldest = next(iter(self._manifests))
                 del self._manifests[oldest]
