@@ -264,6 +264,14 @@ def test_masters_that_cannot_be_served_leave_the_run_as_it_was() -> None:
         assert publisher.publish(masters(1), 1).version == 1
 
 
+def test_a_model_of_which_nothing_would_be_quantised_is_refused() -> None:
+    with (
+        Publisher(MemoryStore(), RUN, formats=["bf16", "int8"]) as publisher,
+        pytest.raises(ConfigError, match="Nothing would be quantised as int8"),
+    ):
+        publisher.publish({"transformer.h.0.w": torch.ones(4, 4)}, 0)
+
+
 @pytest.mark.parametrize("formats", [["bf16", "bf16"], ["fp9"], "bf16", ["int8-scale1"]])
 def test_formats_that_make_no_sense_are_refused(formats: Any) -> None:
     with pytest.raises(ConfigError):

@@ -37,6 +37,7 @@ from farcast.fleet.registry import Registry
 from farcast.fleet.retention import Retention
 from farcast.fleet.saying import say
 from farcast.fleet.signals import StopRequest
+from farcast.formats import parse_recipe
 from farcast.lineage import RunRecord, Signer, TrustedKey
 from farcast.publish import Publisher
 from farcast.rollout import check_task
@@ -73,6 +74,8 @@ def run_trainer(
 
     With `lines` this is rank 0 of several, the others in `follower_process`."""
     check_task(config.task)
+    for name in config.train.also:
+        parse_recipe(name)
     # One that lost its parent may still end its step and write its checkpoint.
     lock = RunFolder(Path(config.out)).path / "trainer.lock"
     with claimed(lock, "trainer", patience=LOCK_PATIENCE, wait=stop.wait, tell=say):

@@ -5,12 +5,11 @@ Everything named here loads without torch; `farcast.formats.deriving`, the arith
 
 from farcast.formats.checkpoint import checkpoint_config, quantization_config
 from farcast.formats.names import canonical_names
-from farcast.formats.precision import FAMILIES, RULES, PrecisionRule
+from farcast.formats.precision import RULES, PrecisionRule
 from farcast.formats.recipes import FORMATS, Recipe, bits_per_weight, parse_recipe
 from farcast.formats.served import bf16_bits, served_bf16
 
 __all__ = [
-    "FAMILIES",
     "FORMATS",
     "RULES",
     "PrecisionRule",

@@ -57,29 +57,6 @@ RULES: Mapping[str, PrecisionRule] = {
     )
 }
 
-FAMILIES: Mapping[str, str] = dict.fromkeys(
-    (
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "olmo2",
-        "smollm3",
-        "granite",
-        "deepseek_v2",
-        "deepseek_v3",
-    ),
-    "decoder",
-)
-"""The rule that fits a model family, by `model_type` in config.json."""
-
 _FUSED = {
     "q_proj": "qkv",
     "k_proj": "qkv",

@@ -172,6 +172,11 @@ def derived(
         if line.recipe.sticky and base.weights is not None:
             before = {name: _as_torch(bits) for name, bits in base.weights.bits.items()}
         served = derive(masters, line.recipe, previous=before)
+        if line.recipe.layout.quantised and served.keys() == masters.keys():
+            raise ConfigError(
+                f"Nothing would be quantised as {line.recipe}: no tensor is called like those of its "
+                f"rule ({line.recipe.rule}), or the groups do not divide its columns."
+            )
         clash = sorted(served.keys() & given.keys())
         if clash:
             raise TensorMismatchError(
