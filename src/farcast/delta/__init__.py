@@ -5,10 +5,13 @@
 """
 
 from farcast.delta.bits import (
+    AnyBits,
     TensorBits,
     Words,
     all_bits,
+    device_bits,
     from_bits,
+    held_bits,
     nbytes_of,
     to_bits,
     word_bytes,
@@ -19,6 +22,7 @@ from farcast.delta.patch import Patch, PatchEntry, apply, encode, encode_bits
 from farcast.delta.writing import EncodedDelta
 
 __all__ = [
+    "AnyBits",
     "EncodedDelta",
     "Patch",
     "PatchEntry",
@@ -26,10 +30,12 @@ __all__ = [
     "Words",
     "all_bits",
     "apply",
+    "device_bits",
     "encode",
     "encode_bits",
     "entry_of",
     "from_bits",
+    "held_bits",
     "nbytes_of",
     "root_of",
     "tensor_digest",

@@ -26,6 +26,8 @@ from farcast.delta.blocks import (
 from farcast.delta.conditioned import PLAIN, Field, Parameters
 from farcast.errors import FormatError
 
+WRONG_COUNT = "A delta has another number of changes than it says; fetch it again."
+
 
 class Applied:
     """Changes made to a tensor in place, and the way back."""
@@ -100,7 +102,7 @@ class Blob:
         applied = self.apply_range(0, len(self.spans), buffer, changed)
         if applied.changed != changed:
             applied.undo()
-            raise FormatError("A delta has another number of changes than it says; fetch it again.")
+            raise FormatError(WRONG_COUNT)
         return applied
 
     def apply_range(self, first: int, last: int, buffer: Bytes, most: int) -> Applied:

@@ -3,16 +3,21 @@
 Refuses dtypes it cannot name and never converts a value: what goes in is what comes out,
 NaN payloads, negative zeros and packed codes included. torch is touched only when the caller
 hands a torch tensor.
+
+Bits lie in host memory (`TensorBits`) or where a device has them (`farcast.delta.placed`);
+`AnyBits` is what both can be asked for.
 """
 
+import abc
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from farcast.errors import FormatError, LimitError
 
@@ -92,8 +97,41 @@ _TORCH: dict[str, str] = {
 _TORCH_OF_NAME = {name: torch_name for torch_name, name in _TORCH.items()}
 
 
+_PARALLEL_FROM = 1 << 23
+"""Bytes from which BLAKE3 spreads over cores; the digest is the same either way."""
+
+
+class AnyBits(abc.ABC):
+    """One tensor as bits, wherever they lie. `data` is a row of bytes: of numpy in host memory,
+    of torch on a device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+    @abc.abstractmethod
+    def part(self, span: slice) -> Bytes:
+        """Some of the bytes, in host memory. Not to be written into."""
+
+    @abc.abstractmethod
+    def sample(self, step: int) -> Words:
+        """Every `step`-th word, in host memory."""
+
+    @abc.abstractmethod
+    def digest(self, *, threads: int = 1) -> str:
+        """BLAKE3 of the bytes as 64 hex digits."""
+
+    @abc.abstractmethod
+    def copied(self, spare: "AnyBits | None" = None) -> Self:
+        """A copy that may be written into, in the memory of `spare` if that lies alike."""
+
+
 @dataclass(frozen=True, eq=False)
-class TensorBits:
+class TensorBits(AnyBits):
     """One tensor as bits. `data` is uint8, 1-D, C-contiguous, `nbytes_of(dtype, shape)` long."""
 
     dtype: str
@@ -121,6 +159,25 @@ class TensorBits:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+    def part(self, span: slice) -> Bytes:
+        return self.data[span]
+
+    def sample(self, step: int) -> Words:
+        return as_words(self.data, word_bytes(self.dtype))[::step]
+
+    def digest(self, *, threads: int = 1) -> str:
+        many = threads if self.data.size >= _PARALLEL_FROM else 1
+        return blake3(self.data.data, max_threads=many).hexdigest()
+
+    def copied(self, spare: AnyBits | None = None) -> "TensorBits":
+        if not isinstance(spare, TensorBits) or not spare._has_room_for(self.data.size):
+            return TensorBits(self.dtype, self.shape, np.array(self.data))
+        np.copyto(spare.data, self.data)
+        return TensorBits(self.dtype, self.shape, spare.data)
+
+    def _has_room_for(self, nbytes: int) -> bool:
+        return self.data.size == nbytes and self.data.flags.writeable
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
@@ -164,6 +221,8 @@ def to_bits(tensor: Any) -> TensorBits:
     """
     if isinstance(tensor, TensorBits):
         return tensor
+    if isinstance(tensor, AnyBits):
+        return TensorBits(tensor.dtype, tensor.shape, tensor.part(slice(0, tensor.nbytes)))
     if type(tensor).__module__.split(".")[0] == "torch" or _is_torch(tensor):
         return _torch_to_bits(tensor)
     array = np.asarray(tensor)
@@ -178,6 +237,30 @@ def to_bits(tensor: Any) -> TensorBits:
     return TensorBits(name, shape, flat.view(np.uint8))
 
 
+def held_bits(tensor: Any) -> AnyBits:
+    """A tensor as bits where it lies: `to_bits` for what lies in host memory, a view of the
+    device's memory for what `on_device` says lies there."""
+    if isinstance(tensor, AnyBits):
+        return tensor
+    if not on_device(tensor):
+        return to_bits(tensor)
+    from farcast.delta.placed import DeviceBits
+
+    return DeviceBits.of(tensor)
+
+
+def device_bits(tensor: Any) -> AnyBits | None:
+    """The bits of a tensor that lies on a device; None for any other."""
+    return held_bits(tensor) if on_device(tensor) else None
+
+
+def on_device(tensor: Any) -> bool:
+    """Whether this is a torch tensor that is compared, applied and hashed where it lies: one of
+    CUDA (or ROCm, which torch calls so too). Tensors of other devices come through the host."""
+    device = getattr(tensor, "device", None)
+    return getattr(device, "type", None) == "cuda" and _is_torch(tensor)
+
+
 def _is_torch(tensor: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)
@@ -186,24 +269,32 @@ def _is_torch(tensor: Any) -> bool:
 def _torch_to_bits(tensor: Any) -> TensorBits:
     import torch
 
-    name = _TORCH.get(str(tensor.dtype).removeprefix("torch."))
-    if name is None or tensor.layout != torch.strided:
-        raise FormatError(f"A torch tensor of {tensor.dtype}, {tensor.layout} has no served form.")
-    shape = tuple(tensor.shape)
-    if name == "F4":  # torch counts packed pairs; served shapes count elements
-        shape = (*shape[:-1], shape[-1] * 2) if shape else shape
+    name, shape = torch_kind(tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     if flat.numel() == 0:
         return TensorBits(name, shape, np.empty(0, np.uint8))
     return TensorBits(name, shape, flat.view(torch.uint8).numpy())
 
 
-def from_bits(bits: TensorBits, like: Any = None) -> Any:
+def torch_kind(tensor: Any) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name and the served shape of a torch tensor."""
+    name = _TORCH.get(str(tensor.dtype).removeprefix("torch."))
+    if name is None or str(tensor.layout) != "torch.strided":
+        raise FormatError(f"A torch tensor of {tensor.dtype}, {tensor.layout} has no served form.")
+    shape = tuple(tensor.shape)
+    if name == "F4":  # torch counts packed pairs; served shapes count elements
+        shape = (*shape[:-1], shape[-1] * 2) if shape else shape
+    return name, shape
+
+
+def from_bits(bits: AnyBits, like: Any = None) -> Any:
     """The tensor behind bits: a torch tensor if `like` is one, else a numpy array.
 
     dtypes numpy cannot name (BF16, fp8, fp4) come as unsigned words of the same size. The memory
     is shared with `bits`.
     """
+    if not isinstance(bits, TensorBits):
+        return as_torch(bits.dtype, bits.shape, bits.data)
     if like is not None and _is_torch(like):
         return _bits_to_torch(bits)
     if bits.dtype in _NUMPY:
@@ -216,16 +307,27 @@ def from_bits(bits: TensorBits, like: Any = None) -> Any:
 def _bits_to_torch(bits: TensorBits) -> Any:
     import torch
 
-    dtype = getattr(torch, _TORCH_OF_NAME[bits.dtype])
-    shape = bits.shape
-    if bits.dtype == "F4":
-        shape = (*shape[:-1], shape[-1] // 2)
-    if bits.data.size == 0:
-        return torch.empty(shape, dtype=dtype)
     data = bits.data if bits.data.flags.writeable else bits.data.copy()
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+    return as_torch(bits.dtype, bits.shape, torch.from_numpy(data))
+
+
+def as_torch(dtype: str, shape: tuple[int, ...], data: Any) -> Any:
+    """A torch tensor in the memory of `data`, a row of bytes."""
+    import torch
+
+    kind = getattr(torch, _TORCH_OF_NAME[dtype])
+    if dtype == "F4":
+        shape = (*shape[:-1], shape[-1] // 2)
+    if data.numel() == 0:
+        return torch.empty(shape, dtype=kind, device=data.device)
+    return data.view(kind).reshape(shape)
 
 
 def all_bits(tensors: Mapping[str, Any]) -> dict[str, TensorBits]:
     """`to_bits` over a mapping of names to tensors."""
     return {name: to_bits(tensor) for name, tensor in tensors.items()}
+
+
+def all_held(tensors: Mapping[str, Any]) -> dict[str, AnyBits]:
+    """`held_bits` over a mapping of names to tensors."""
+    return {name: held_bits(tensor) for name, tensor in tensors.items()}

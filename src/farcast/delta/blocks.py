@@ -41,6 +41,10 @@ MAX_CHANGE_BYTES = 48
 SPARE = 104
 """Bytes that the kernels may run past what they are asked for."""
 
+ANOTHER_BASE = (
+    "A delta's changes do not fit the base: it is another version; rebuild from an anchor."
+)
+
 Ranks: TypeAlias = npt.NDArray[np.uint32]
 Places: TypeAlias = npt.NDArray[np.int64]
 Changes: TypeAlias = npt.NDArray[np.uint64]
@@ -264,17 +268,24 @@ class Tables:
         return len(self._kept) - 1
 
 
+def write_sparse(found: Survey, table: int, rows: Table, size: int) -> bytes | None:
+    """One block of `size` bytes by its changes; None where it is dense, or would grow."""
+    if table >= MAX_TABLES:
+        return None
+    most = min(size, MAX_CHANGE_BYTES * found.changed + 64 * len(rows))
+    room = _scratch().room(most + SPARE)
+    room[0] = table
+    end = int(_kernels().write(len(rows), *found[:3], rows, room, 1))
+    return room[:end].tobytes() if 0 < end <= size else None
+
+
 def write_block(
     found: Survey, table: int, rows: Table, old: Bytes, new: Bytes, bits: int, classes: Classes
 ) -> bytes:
     """One block, given its bytes; never over a byte larger than they are."""
-    if table < MAX_TABLES:
-        most = min(new.size, MAX_CHANGE_BYTES * found.changed + 64 * len(rows))
-        room = _scratch().room(most + SPARE)
-        room[0] = table
-        end = int(_kernels().write(len(rows), *found[:3], rows, room, 1))
-        if 0 < end <= new.size:
-            return room[:end].tobytes()
+    sparse = write_sparse(found, table, rows, new.size)
+    if sparse is not None:
+        return sparse
     dense = _write_dense(old, new, bits, classes)
     return dense if dense is not None else bytes((RAW,)) + new.tobytes()
 
@@ -342,9 +353,7 @@ def place(events: Events, old: Bytes, bits: int, classes: Classes) -> Places:
         words, *classes.arguments, events.bounds, events.ranks, _chosen(), places
     )
     if found < 0:
-        raise IntegrityError(
-            "A delta's changes do not fit the base: it is another version; rebuild from an anchor."
-        )
+        raise IntegrityError(ANOTHER_BASE)
     return places
 
 

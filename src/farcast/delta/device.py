@@ -183,6 +183,12 @@ def add_on_device(words: Tensor, places: Tensor, steps: Tensor, *, back: bool = 
         words[places] = words[places] - steps if back else words[places] + steps
 
 
+def write_on_device(part: Tensor, new: Tensor) -> None:
+    """`part[:] = new`, in place."""
+    with _writing(part):
+        part.copy_(new)
+
+
 def codes_on_device(data: Tensor) -> Tensor:
     """The 4-bit codes of bytes, each in a byte of its own, low half first."""
     with _current(data):
@@ -246,7 +252,8 @@ def _find(
     found, end = [], 0
     for number, is_dense in zip(numbers, dense, strict=True):
         start, end = end, end + (0 if is_dense else number)
-        found.append(Found(*(column[start:end] for column in columns), number, is_dense))
+        classes, ranks, deltas = (column[start:end] for column in columns)
+        found.append(Found(classes, ranks, deltas, number, is_dense))
     return found
 
 

@@ -13,22 +13,18 @@ from collections.abc import Mapping
 
 from blake3 import blake3
 
-from farcast.delta.bits import TensorBits
+from farcast.delta.bits import AnyBits
 from farcast.types import TensorEntry
 
 ROOT_DOMAIN = b"farcast root 1\n"
 
-_PARALLEL_FROM = 1 << 23
-"""Bytes from which BLAKE3 spreads over cores; the digest is the same either way."""
 
-
-def tensor_digest(bits: TensorBits, *, threads: int = 1) -> str:
+def tensor_digest(bits: AnyBits, *, threads: int = 1) -> str:
     """BLAKE3 of the raw bits as 64 hex digits."""
-    many = threads if bits.data.size >= _PARALLEL_FROM else 1
-    return blake3(bits.data.data, max_threads=many).hexdigest()
+    return bits.digest(threads=threads)
 
 
-def entry_of(bits: TensorBits) -> TensorEntry:
+def entry_of(bits: AnyBits) -> TensorEntry:
     return TensorEntry(bits.dtype, bits.shape, tensor_digest(bits))
 
 

@@ -6,12 +6,22 @@ rest: `apply_into` tells whether the buffer now holds exactly what the writer ha
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from farcast.delta.applying import Applied, Blob
-from farcast.delta.bits import Bytes, TensorBits, all_bits, from_bits, nbytes_of, word_bytes
+from farcast.delta.bits import (
+    AnyBits,
+    Bytes,
+    TensorBits,
+    all_held,
+    device_bits,
+    from_bits,
+    held_bits,
+    nbytes_of,
+    word_bytes,
+)
 from farcast.delta.blocks import Layout, read_whole, split
 from farcast.delta.coding import decode_sparse
 from farcast.delta.conditioned import CODES, Parameters, field_of
@@ -20,6 +30,11 @@ from farcast.delta.identity import tensor_digest
 from farcast.delta.writing import EncodedDelta, write_delta
 from farcast.errors import FormatError, IntegrityError
 from farcast.types import TensorEntry
+
+if TYPE_CHECKING:
+    from farcast.delta.placed import Placed
+
+_Bits = TypeVar("_Bits", bound=AnyBits)
 
 
 @dataclass(frozen=True)
@@ -38,8 +53,8 @@ class PatchEntry:
 
 
 def encode_bits(
-    base: Mapping[str, TensorBits],
-    target: Mapping[str, TensorBits],
+    base: Mapping[str, AnyBits],
+    target: Mapping[str, AnyBits],
     *,
     base_entries: Mapping[str, TensorEntry] | None = None,
     target_entries: Mapping[str, TensorEntry] | None = None,
@@ -107,6 +122,47 @@ class Patch:
                 raise
         return applied
 
+    def change_bits(self, name: str, bits: AnyBits) -> "Applied | Placed":
+        """`change`, wherever the base bits lie: verified, and in place."""
+        if isinstance(bits, TensorBits):
+            return self.change(name, bits.data)
+        entry = self._entry(name)
+        if bits.nbytes != nbytes_of(entry.dtype, entry.shape):
+            raise FormatError(f"The buffer for {name[:80]!r} has a wrong size.")
+        applied = self._placed(name, entry, bits)
+        try:
+            self._check(name, bits)
+        except IntegrityError:
+            applied.undo()
+            raise
+        return applied
+
+    def turned(
+        self, name: str, base: AnyBits | None, *, owned: bool = False, verify: bool = True
+    ) -> AnyBits:
+        """The new bits of a tensor, where those of `base` lie.
+
+        `base` is written into only if it is the caller's to give (`owned`). A tensor that is
+        whole in this patch needs none, and is verified in any case.
+        """
+        entry = self._entry(name)
+        if entry.kind == "full":
+            return self.full(name) if base is None else self._full_beside(name, entry, base)
+        if base is None or (base.dtype, base.shape) != (entry.dtype, entry.shape):
+            raise FormatError(
+                f"A delta changes elements of {name[:80]!r}, which its base holds in another "
+                "shape or not at all; do not use that version."
+            )
+        own = owned and (not isinstance(base, TensorBits) or base.data.flags.writeable)
+        bits = base if own else base.copied()
+        if isinstance(bits, TensorBits):
+            self.change(name, bits.data, verify=verify)
+        elif verify:
+            self.change_bits(name, bits)
+        else:
+            self._placed(name, entry, bits)
+        return bits
+
     def change_rows(self, name: str, buffer: Bytes, start: int, stop: int) -> Applied:
         """Turn rows `start <= row < stop` of a tensor, which `buffer` holds, into the new ones.
 
@@ -154,6 +210,35 @@ class Patch:
             return applied
         return self._blob(name, entry).apply(buffer, entry.changed)
 
+    def _placed(self, name: str, entry: PatchEntry, bits: AnyBits) -> "Placed":
+        """`_applied`, for bits on a device."""
+        from farcast.delta import placed
+
+        row, (start, end) = self._rows[name], self._spans[name]
+        if entry.kind == "full":
+            return placed.overwritten(self._blob_or_none(name, entry), bits, entry.changed)
+        if row.coding == "planes":
+            width = word_bytes(entry.dtype)
+            blob = self._data[start:end].data
+            return placed.moved(
+                bits, *decode_sparse(blob, bits.nbytes // width, entry.changed, width)
+            )
+        return placed.applied(self._blob(name, entry), bits, entry.changed)
+
+    def _full_beside(self, name: str, entry: PatchEntry, place: AnyBits) -> AnyBits:
+        """`full`, on the device of `place`; block after block passes through host memory."""
+        if isinstance(place, TensorBits):
+            return self.full(name)
+        from farcast.delta import placed
+
+        made = placed.filled(self._blob_or_none(name, entry), entry.dtype, entry.shape, place)
+        self._check(name, made)
+        return made
+
+    def _blob_or_none(self, name: str, entry: PatchEntry) -> Blob | None:
+        """None for a tensor without a byte, which has no blocks either."""
+        return self._blob(name, entry) if nbytes_of(entry.dtype, entry.shape) else None
+
     def _blob(self, name: str, entry: PatchEntry) -> Blob:
         row, (start, end) = self._rows[name], self._spans[name]
         coded = row.coding == "codes"
@@ -177,7 +262,7 @@ class Patch:
             raise FormatError(f"The delta has no tensor {name[:80]!r}.")
         return entry
 
-    def _check(self, name: str, bits: TensorBits) -> TensorBits:
+    def _check(self, name: str, bits: _Bits) -> _Bits:
         if tensor_digest(bits) != self.entries[name].digest:
             raise IntegrityError(
                 f"The tensor {name[:80]!r} does not have the bits its writer published: the base "
@@ -188,28 +273,21 @@ class Patch:
 
 def encode(base: Mapping[str, Any], target: Mapping[str, Any]) -> bytes:
     """The change between two mappings of numpy arrays or torch tensors, as bytes."""
-    return encode_bits(all_bits(base), all_bits(target)).data
+    return encode_bits(all_held(base), all_held(target)).data
 
 
 def apply(base: Mapping[str, Any], patch: bytes | memoryview) -> dict[str, Any]:
     """`apply(base, encode(base, target))` is `target`, bit for bit. `base` is left as it is.
 
     Tensors come back as torch if the base's are torch, else as numpy (unsigned words where numpy
-    lacks the dtype). Unchanged tensors are passed through.
+    lacks the dtype), and on the device where the base's lie. Unchanged tensors are passed through.
     """
     opened = Patch.open(patch)
     like = next((tensor for tensor in base.values()), None)
     out = {name: tensor for name, tensor in base.items() if name not in set(opened.removed)}
     for name, entry in opened.entries.items():
+        old = held_bits(base[name]) if name in base else None
         if entry.kind == "full":
-            out[name] = from_bits(opened.full(name), like)
-            continue
-        if name not in base:
-            raise FormatError(f"The delta changes {name[:80]!r}, which the base lacks.")
-        old = all_bits({name: base[name]})[name]
-        if (old.dtype, old.shape) != (entry.dtype, entry.shape):
-            raise FormatError(f"The base's {name[:80]!r} has another dtype or shape.")
-        buffer = np.array(old.data, copy=True)
-        opened.apply_into(name, buffer)
-        out[name] = from_bits(TensorBits(entry.dtype, entry.shape, buffer), like)
+            old = device_bits(base.get(name, like))
+        out[name] = from_bits(opened.turned(name, old), like)
     return out

@@ -6,7 +6,7 @@ number of threads.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from farcast.delta.bits import TensorBits, word_bytes, words_of
+from farcast.delta.bits import AnyBits, TensorBits, to_bits, word_bytes, words_of
 from farcast.delta.blocks import (
+    DENSE,
     SAME,
     Layout,
     Survey,
@@ -24,6 +25,7 @@ from farcast.delta.blocks import (
     join,
     survey,
     write_block,
+    write_sparse,
     write_whole,
 )
 from farcast.delta.coding import changed_positions, encode_sparse
@@ -43,6 +45,9 @@ second, would save less than a packet."""
 UNIT_BYTES = 1 << 22
 """Raw bytes that one task looks at: far more than handing it over costs, while what it holds
 until its turn comes is at most six times that."""
+
+DEVICE_UNIT_BYTES = 1 << 26
+"""Of tensors on a device: it wants millions of words at once, and hands over changes alone."""
 
 POOLED_CHANGES = 1 << 20
 """Changes that a common table is fitted to: what they take in memory is 24 MiB."""
@@ -77,24 +82,34 @@ class _Tensor:
     """One tensor to look at; `old` is None where it is coded whole."""
 
     name: str
-    new: TensorBits
-    old: TensorBits | None
+    new: AnyBits
+    old: AnyBits | None
     coding: _Coding
     layout: Layout
     classes: Classes
 
-    def look(self, index: int) -> Survey | None:
-        """What changed in a block; None where there is nothing to compare it with."""
-        if self.old is None:
-            return None
-        span = self.layout.span(index)
-        return survey(self.old.data[span], self.new.data[span], self.layout.bits, self.classes)
+    def look(self, blocks: range) -> Sequence[Survey | None]:
+        """What changed in each block; None where there is nothing to compare it with."""
+        new, old, layout = self.new, self.old, self.layout
+        if old is None:
+            return [None] * len(blocks)
+        if not isinstance(new, TensorBits):
+            from farcast.delta.placed import surveys
+
+            return surveys(old, new, layout, self.classes, blocks)
+        spans = map(layout.span, blocks)
+        return [survey(old.data[s], new.data[s], layout.bits, self.classes) for s in spans]
 
     def write(self, index: int, found: Survey, table: int, rows: Table) -> bytes:
         span, old = self.layout.span(index), self.old
         if old is None:
             raise LookupError(self.name)
-        sides = (old.data[span], self.new.data[span])
+        if not isinstance(self.new, TensorBits):  # most blocks need no side of theirs
+            sparse = write_sparse(found, table, rows, span.stop - span.start)
+            if sparse is not None:
+                return sparse
+            table = DENSE
+        sides = (old.part(span), self.new.part(span))
         return write_block(found, table, rows, *sides, self.layout.bits, self.classes)
 
 
@@ -122,8 +137,8 @@ class _Body:
 
 
 def write_delta(
-    base: Mapping[str, TensorBits],
-    target: Mapping[str, TensorBits],
+    base: Mapping[str, AnyBits],
+    target: Mapping[str, AnyBits],
     base_entries: Mapping[str, TensorEntry],
     target_entries: Mapping[str, TensorEntry],
     *,
@@ -131,6 +146,7 @@ def write_delta(
     shards: int,
 ) -> EncodedDelta:
     """See `encode_bits`."""
+    base, target = _together(base, target)
     names = sorted(target, key=str.encode)
     writer = _Writer(base, target, shards)
     with _Crew(threads) as crew:
@@ -160,12 +176,12 @@ class _Writer:
     """What one container has in common: classes of each dtype, tables of parameters."""
 
     def __init__(
-        self, base: Mapping[str, TensorBits], target: Mapping[str, TensorBits], shards: int
+        self, base: Mapping[str, AnyBits], target: Mapping[str, AnyBits], shards: int
     ) -> None:
         self._base, self._target, self._shards = base, target, shards
         self._classes: dict[str, Classes] = {}
         self.tables = Tables()
-        words = sum(bits.data.size // word_bytes(bits.dtype) for bits in target.values())
+        words = sum(bits.nbytes // word_bytes(bits.dtype) for bits in target.values())
         self._small = words < SMALL_WORDS
 
     def bodies(self, names: list[str], crew: "_Crew") -> "list[_Body]":
@@ -175,7 +191,7 @@ class _Writer:
         for name in names:
             tensor = self._tensor(name)
             bodies[name] = _Body(
-                name, tensor.coding, tensor.layout.block if tensor.new.data.size else 0
+                name, tensor.coding, tensor.layout.block if tensor.new.nbytes else 0
             )
             if tensor.coding == "planes":
                 _code_small(tensor, bodies[name])
@@ -188,7 +204,7 @@ class _Writer:
     def smallest(self, body: _Body) -> bytes:
         """The blob of a tensor; where its change takes much of it, it may be coded whole."""
         blob, new = body.blob(), self._target[body.name]
-        if body.coding == "full" or WHOLE_FROM * len(blob) <= new.data.size:
+        if body.coding == "full" or WHOLE_FROM * len(blob) <= new.nbytes:
             return blob
         layout = self._layout(new, 8 * word_bytes(new.dtype))
         whole = join([_whole(new, layout, index) for index in range(layout.count)])
@@ -201,7 +217,7 @@ class _Writer:
     def elements(self, name: str) -> int:
         """Elements of a tensor: words, or both codes of each byte of F4."""
         bits = self._target[name]
-        return bits.data.size // word_bytes(bits.dtype) * (2 if bits.dtype == "F4" else 1)
+        return bits.nbytes // word_bytes(bits.dtype) * (2 if bits.dtype == "F4" else 1)
 
     def changed(self, body: _Body) -> int:
         """Elements that changed. Codes packed into integers count as the integers they are in."""
@@ -211,8 +227,7 @@ class _Writer:
 
     def _moved(self, name: str) -> int:
         """Words that differ from those of the base."""
-        new, old = words_of(self._target[name]), words_of(self._base[name])
-        return int(np.count_nonzero(new != old))
+        return differing(self._base[name], self._target[name])
 
     def _with_tables(self, looked: Iterator[list[_Part]]) -> Iterator[_Part]:
         """The parts, after a common table was made of the first of each kind."""
@@ -259,15 +274,15 @@ class _Writer:
         if self._small:
             return _Tensor(name, new, old, "planes", layout, classes)
         plain = _Tensor(name, new, old, "blocks", layout, classes)
-        if new.dtype not in PACKED or not new.data.size:
+        if new.dtype not in PACKED or not new.nbytes:
             return plain
         layout = self._layout(new, 4)
         coded = _Tensor(name, new, old, "codes", layout, Classes(CODES, 0, CODES.mask))
         return coded if new.dtype == "F4" else min((plain, coded), key=_first_cost)
 
-    def _layout(self, bits: TensorBits, width: int) -> Layout:
+    def _layout(self, bits: AnyBits, width: int) -> Layout:
         """Blocks of the usual size, or such that a shard of rows is whole blocks."""
-        layout = Layout.of(bits.data.size, width)
+        layout = Layout.of(bits.nbytes, width)
         rows = bits.shape[0] if bits.shape else 1
         if self._shards == 1 or rows % self._shards or not layout.words:
             return layout
@@ -275,50 +290,76 @@ class _Writer:
         least = -(-share // layout.block)
         for pieces in range(least, least + MOST_PIECES):
             if share % (2 * pieces) == 0:
-                return Layout.of(bits.data.size, width, share // pieces)
+                return Layout.of(bits.nbytes, width, share // pieces)
         return layout
 
     def _classes_of(self, dtype: str) -> Classes:
         if dtype not in self._classes:
-            same = [words_of(bits) for bits in self._base.values() if bits.dtype == dtype]
-            step = max(1, sum(words.size for words in same) // SAMPLED_WORDS)
-            samples = [words[::step] for words in same]
+            same = [bits for bits in self._base.values() if bits.dtype == dtype]
+            words = sum(bits.nbytes for bits in same) // word_bytes(dtype)
+            samples = [bits.sample(max(1, words // SAMPLED_WORDS)) for bits in same]
             self._classes[dtype] = classes_of(field_of(dtype), samples)
         return self._classes[dtype]
 
 
-def _whole(new: TensorBits, layout: Layout, index: int) -> bytes:
+def _together(
+    base: Mapping[str, AnyBits], target: Mapping[str, AnyBits]
+) -> tuple[Mapping[str, AnyBits], Mapping[str, AnyBits]]:
+    """Both sides of a tensor lie in one place."""
+    sides = (*base.values(), *target.values())
+    if all(isinstance(bits, TensorBits) for bits in sides):
+        return base, target
+    from farcast.delta.placed import together
+
+    return together(base, target)
+
+
+def differing(old: AnyBits, new: AnyBits) -> int:
+    """Words that differ between two versions of a tensor that lie in one place."""
+    if isinstance(old, TensorBits) and isinstance(new, TensorBits):
+        return int(np.count_nonzero(words_of(new) != words_of(old)))
+    from farcast.delta.placed import differing
+
+    return differing(old, new)
+
+
+def _whole(new: AnyBits, layout: Layout, index: int) -> bytes:
     signed = new.dtype in FIELDS
-    return write_whole(new.data[layout.span(index)], word_bytes(new.dtype), signed)
+    return write_whole(new.part(layout.span(index)), word_bytes(new.dtype), signed)
 
 
 def _code_small(tensor: _Tensor, body: _Body) -> None:
-    new, old = tensor.new, tensor.old
-    width = word_bytes(new.dtype)
-    if old is not None and new.data.size:
-        places = changed_positions(old.data, new.data, width)
+    width = word_bytes(tensor.new.dtype)
+    if tensor.old is not None and tensor.new.nbytes:
+        old, new = to_bits(tensor.old).data, to_bits(tensor.new).data
+        places = changed_positions(old, new, width)
         body.block, body.changed = 0, places.size
-        body.blocks.append(encode_sparse(old.data, new.data, places, width))
+        body.blocks.append(encode_sparse(old, new, places, width))
 
 
 def _first_cost(tensor: _Tensor) -> int:
     """Bits of the first block that changed: a guess at which words the tensor's bytes are."""
     for index in range(tensor.layout.count):
-        found = tensor.look(index)
+        (found,) = tensor.look(range(index, index + 1))
         if found is not None and found.changed:
             return block_cost(found)
     return 0
 
 
-def _units(tensors: Iterable[_Tensor]) -> Iterator[list[tuple[_Tensor, int]]]:
+def _units(tensors: Iterable[_Tensor]) -> Iterator[list[tuple[_Tensor, range]]]:
     """Blocks in order, in tasks of about `UNIT_BYTES`."""
-    unit: list[tuple[_Tensor, int]] = []
+    unit: list[tuple[_Tensor, range]] = []
     size = 0
     for tensor in tensors:
-        for index in range(tensor.layout.count):
-            span = tensor.layout.span(index)
-            unit.append((tensor, index))
-            size += span.stop - span.start
+        layout, count = tensor.layout, tensor.layout.count
+        most = UNIT_BYTES if isinstance(tensor.new, TensorBits) else DEVICE_UNIT_BYTES
+        start = 0
+        while start < count:
+            block = layout.span(start).stop - layout.span(start).start
+            stop = min(count, start + max(1, -(-(most - size) // block)))
+            unit.append((tensor, range(start, stop)))
+            size += layout.span(stop - 1).stop - layout.span(start).start
+            start = stop
             if size >= UNIT_BYTES:
                 yield unit
                 unit, size = [], 0
@@ -326,8 +367,12 @@ def _units(tensors: Iterable[_Tensor]) -> Iterator[list[tuple[_Tensor, int]]]:
         yield unit
 
 
-def _look(unit: list[tuple[_Tensor, int]]) -> list[_Part]:
-    return [_Part(tensor, index, tensor.look(index)) for tensor, index in unit]
+def _look(unit: list[tuple[_Tensor, range]]) -> list[_Part]:
+    return [
+        _Part(tensor, index, found)
+        for tensor, blocks in unit
+        for index, found in zip(blocks, tensor.look(blocks), strict=True)
+    ]
 
 
 class _Crew:
