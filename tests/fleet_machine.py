@@ -1,10 +1,10 @@
 """A machine for tests. The invariant: the bits of every replica are those that a trainer published
 as the version that the replica names.
 
-To the trainers and the store of `Versions` it adds rollbacks, and replicas: they join, follow,
-go to a version that they are told, pause between staging and committing, crash and come back with
-or without their weights; their store fails, dies, and lies: flipped bits, missing bytes, old
-answers.
+To the trainers and the store of `Versions` it adds rollbacks, forks, and replicas: they join,
+follow, go to a version that they are told, pause between staging and committing, crash and come
+back with their weights or without; their store fails, dies, and lies: flipped bits, missing bytes,
+old answers.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ from farcast.errors import (
     VersionConflictError,
 )
 from farcast.lineage import decode_manifest, parse_version_key
+from farcast.publish import Publisher
 from farcast.replica import MemoryTarget, Staged, Subscriber
 from farcast.replica.subscriber import RELIST_EVERY
 from farcast.store import MemoryStore
@@ -202,6 +203,23 @@ class Fleet(Versions):
             assert ref.version in (newest, newest + 1), "the newest version's own content stays"
         finally:
             trainer.link.clear()
+
+    @precondition(lambda self: keys(self.store, "versions/"))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """Another run begins with the bits of one version of this one."""
+        version = data.draw(st.sampled_from(self._versions()))
+        manifest, other = self._manifest(version), MemoryStore()
+        try:
+            bits = Archive(self.store, RUN, workers=1).rebuild(version)
+        except FarcastError:
+            assert self.rotten or version < min(self._whole())
+            return
+        with Publisher(other, "fork", fork_of=manifest.ref, workers=1) as publisher:
+            ref = publisher.publish(bits, step=0, allow_poison=True)
+        assert (ref.version, ref.root) == (0, manifest.root)
+        held = plain(Archive(other, "fork", workers=1).rebuild(0))
+        assert held == self.attempts[manifest.step]
 
     @invariant()
     def every_version_is_what_was_published(self) -> None:

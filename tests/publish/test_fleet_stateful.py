@@ -9,7 +9,7 @@ from fleet_machine import Fleet
 STEPS = 50_000
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestFleet.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.full
