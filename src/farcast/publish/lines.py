@@ -174,8 +174,8 @@ def derived(
         served = derive(masters, line.recipe, previous=before)
         if line.recipe.layout.quantised and served.keys() == masters.keys():
             raise ConfigError(
-                f"Nothing would be quantised as {line.recipe}: no tensor is called like those of its "
-                f"rule ({line.recipe.rule}), or the groups do not divide its columns."
+                f"Nothing would be quantised as {line.recipe}: no tensor has a name that its rule "
+                f"({line.recipe.rule}) knows, or the groups do not divide the columns."
             )
         clash = sorted(served.keys() & given.keys())
         if clash:
