@@ -36,8 +36,8 @@ def masters(step: int = 0) -> dict[str, torch.Tensor]:
         "model.embed_tokens.weight": (40, 64),
         f"{LAYER}.self_attn.q_proj.weight": (64, 64),
         f"{LAYER}.self_attn.k_proj.weight": (32, 64),
-        f"{LAYER}.mlp.up_proj.weight": (192, 64),
-        f"{LAYER}.mlp.down_proj.weight": (64, 192),
+        f"{LAYER}.mlp.up_proj.weight": (256, 64),
+        f"{LAYER}.mlp.down_proj.weight": (64, 256),
         "model.norm.weight": (64,),
     }
     made = {name: torch.randn(shape, generator=random) * 0.05 for name, shape in shapes.items()}
