@@ -15,36 +15,31 @@ A full copy takes minutes to hours on such a line: a measured part of it is scal
 """
 
 import contextlib
-import queue
-import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from farcast.bench.data import Change
 from farcast.bench.suite import Machine, this_machine
 from farcast.bench.wan_crowd import CrowdReport, simulate
-from farcast.bench.wan_link import Wan, WanError, emulated, end
+from farcast.bench.wan_far import POLL_SECONDS, REPLICAS, Far, expect, far_side
+from farcast.bench.wan_link import WanError, emulated
 from farcast.bench.wan_replica import (
     Asking,
-    Event,
     Follow,
     Held,
     Join,
     Joined,
     Live,
-    Order,
     Roots,
-    Setup,
     prefix_of,
 )
-from farcast.bench.wan_server import BUCKET, S3Server, seaweed
+from farcast.bench.wan_server import S3Server, seaweed
 from farcast.bench.wan_versions import Drift, Tensors, cut, write_weights
 from farcast.bench.wan_ways import (
     FARCAST,
@@ -64,17 +59,12 @@ LARGE_PARAMETERS, LARGE_BITS = 1e12, 10e9
 """The pair whose ratio the line keeps."""
 
 RTT = 0.08
-POLL_SECONDS = 1.0
-REPLICAS = 4
 ROUND_TRIPS = 4
 SQUASHES = (2, 4)
-_TIMEOUT = 1200.0
 _SETTLE_POLLS = 1.5
 """Poll intervals between "asks" and publishing: by then replicas ask at moments of their own."""
 
 Say = Callable[[str], None]
-
-_E = TypeVar("_E", Asking, Live, Joined, Held)
 
 
 class Effort(NamedTuple):
@@ -177,7 +167,7 @@ def measure(
         server = s.enter_context(seaweed(folder, wan.host))
         endpoint = s.enter_context(wan.proxied(server.port))
         write_weights(folder / "base.safetensors", base)
-        far = s.enter_context(_far(wan, server.options(endpoint), folder))
+        far = s.enter_context(far_side(wan, server.options(endpoint), folder))
         hops = _follow(server, far, base, changes, effort, link, say)
         late_base = cut(base, effort.late_elements)
         late = _come_late(server, far[0], late_base, folder, effort, say)
@@ -197,69 +187,6 @@ def measure(
         machine=machine,
         quick=quick,
     )
-
-
-# --- replicas ------------------------------------------------------------------------------------
-
-
-class Far:
-    """A replica on the other side. Its events are read by a thread, so that waiting is bounded."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", setup: Setup) -> None:
-        self._process = process
-        self._events: queue.Queue[Event | None] = queue.Queue()
-        self._write(msgspec.json.encode(setup))
-        threading.Thread(target=self._listen, name="farcast-far", daemon=True).start()
-
-    def order(self, order: Order) -> None:
-        self._write(msgspec.json.encode(order))
-
-    def event(self) -> Event:
-        """The next one. Raises `WanError` when the replica has ended, or says nothing."""
-        try:
-            found = self._events.get(timeout=_TIMEOUT)
-        except queue.Empty:
-            found = None
-        if found is None:
-            raise WanError("A replica of the measurement ended or hangs; its words are above.")
-        return found
-
-    def close(self) -> None:
-        end(self._process)
-
-    def _write(self, line: bytes) -> None:
-        if self._process.stdin is None:
-            raise WanError("The replica has no standard input; start it with one.")
-        try:
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise WanError("A replica of the measurement ended; its words are above.") from error
-
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._process.stdout or ():
-                self._events.put(msgspec.json.decode(line, type=Event))
-        self._events.put(None)
-
-
-@contextlib.contextmanager
-def _far(wan: Wan, options: dict[str, object], folder: Path) -> Iterator[Sequence[Far]]:
-    with contextlib.ExitStack() as stack:
-        found = []
-        for seed in range(REPLICAS):
-            setup = Setup(
-                bucket=BUCKET,
-                options=options,
-                base=str(folder / "base.safetensors"),
-                version=0,
-                poll_seconds=POLL_SECONDS,
-                seed=seed,
-            )
-            far = Far(wan.start("farcast.bench.wan_replica"), setup)
-            stack.callback(far.close)
-            found.append(far)
-        yield found
 
 
 # --- publish -> live -----------------------------------------------------------------------------
@@ -314,12 +241,12 @@ def _hop(
     for replica in far:
         replica.order(Follow(way=way, version=version))
     for replica in far:
-        _expect(replica, Asking)
+        expect(replica, Asking)
     time.sleep(_SETTLE_POLLS * POLL_SECONDS)
     began = time.monotonic()
     size = publish()
     published = time.monotonic()
-    lives = [_expect(replica, Live) for replica in far]
+    lives = [expect(replica, Live) for replica in far]
     return Hop(
         way=way,
         hop=hop,
@@ -357,15 +284,8 @@ def _require_exact(far: Sequence[Far], last: Tensors) -> None:
     root = root_of({name: entry_of(bits) for name, bits in last.items()})
     for replica in far:
         replica.order(Roots())
-        if set(_expect(replica, Held).roots.values()) != {root}:
+        if set(expect(replica, Held).roots.values()) != {root}:
             raise WanError("A replica does not hold the bits that were published; report this.")
-
-
-def _expect(replica: Far, kind: type[_E]) -> _E:
-    event = replica.event()
-    if not isinstance(event, kind):
-        raise WanError(f"A replica answered {type(event).__name__}, not {kind.__name__}.")
-    return event
 
 
 # --- coming late ---------------------------------------------------------------------------------
@@ -388,7 +308,7 @@ def _come_late(
     ):
         say(f"coming late: {way}")
         far.order(Join(prefix=_late_prefix(squash), base=held))
-        joined = _expect(far, Joined)
+        joined = expect(far, Joined)
         if joined.root != root:
             raise WanError("Who came late holds other bits than were published; report this.")
         late.append(
