@@ -252,10 +252,3 @@ class Fleet(Versions):
 
     def _manifest(self, version: int) -> Any:
         return Archive(self.store, RUN).manifest(version)
-
-    def _whole(self) -> list[int]:
-        """Versions from the oldest anchor that is left; below it an interrupted collection may
-        have left some that nothing leads to."""
-        found = self._versions()
-        anchors = [v for v in found if self._manifest(v).anchor is not None]
-        return [v for v in found if v >= min(anchors, default=0)]

@@ -1,5 +1,7 @@
 """Trainers, a store and replicas, with everything that goes wrong: see the machine."""
 
+import logging
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -22,7 +24,11 @@ def test_fifty_thousand_steps(capsys: pytest.CaptureFixture[str]) -> None:
         suppress_health_check=list(HealthCheck),
     )
     before = Fleet.steps
-    while Fleet.steps - before < STEPS:
-        run_state_machine_as_test(Fleet, settings=long)
+    logging.disable(logging.WARNING)  # kept for a report, they would fill the memory
+    try:
+        while Fleet.steps - before < STEPS:
+            run_state_machine_as_test(Fleet, settings=long)
+    finally:
+        logging.disable(logging.NOTSET)
     with capsys.disabled():
         print(f"{Fleet.steps - before} steps, {Fleet.commits} commits by replicas")
