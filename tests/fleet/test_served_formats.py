@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 
+from farcast.cli.main import app
 from farcast.cli.options import ReachOptions
 from farcast.delta import to_bits
 from farcast.errors import ConfigError
@@ -160,6 +162,22 @@ def test_a_followed_folder_generates_like_a_full_quantised_checkpoint(
     assert not torch.equal(logits, exact)
     off = (logits - exact).float().norm() / exact.float().norm()
     assert float(off) < (0.5 if "8" in format_name else 0.9)
+
+
+def test_inspect_and_plan_show_the_formats(url: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = typer.main.get_command(app)
+    command(["inspect", "--store", url, "--json", str(out)], standalone_mode=False)
+    lines = json.loads(out.read_text())["versions"]
+    assert set(lines[2]["formats"]) == set(FORMATS)
+    sizes = {}
+    for name in ("bf16", "int4_g32"):
+        told = ["plan", "--store", url, "--format", name, "--json", str(out)]
+        command(told, standalone_mode=False)
+        found = json.loads(out.read_text())
+        assert found["want"]["root"] == lines[2]["formats"][name]
+        sizes[name] = found["bytes_full"]
+    assert sizes["int4_g32"] < sizes["bf16"] / 2
 
 
 def test_a_folder_changes_its_format_when_told_and_keeps_it_over_a_restart(

@@ -31,6 +31,8 @@ class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
     changed_fraction: float
     writer: str
     signed: bool
+    formats: dict[str, str] = {}
+    """The root of each served format; `farcast plan --format` shows the way to one."""
     origin: VersionRef | None = None
     """What this run was forked from."""
 
@@ -108,6 +110,7 @@ def _line(manifest: "Manifest") -> VersionLine:
         changed_fraction=manifest.changed / manifest.elements if manifest.elements else 0.0,
         writer=manifest.writer,
         signed=manifest.signature is not msgspec.UNSET,
+        formats={view.served_format: view.root for view in manifest.views},
         origin=None if manifest.origin is msgspec.UNSET else manifest.origin,
     )
 

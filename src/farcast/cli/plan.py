@@ -27,6 +27,7 @@ def plan(
         ),
     ] = None,
     trusted_key: options.TrustedKeyFile = None,
+    format: options.ServedFormat = None,
     json: options.Json = None,
 ) -> None:
     """Show the cheapest way from one version to another: in bytes, or in seconds over a link.
@@ -43,7 +44,7 @@ def plan(
     from farcast.store import open_store
 
     options.check_writable(json)
-    archive = open_archive(open_store(store), options.trusted_key(trusted_key))
+    archive = open_archive(open_store(store), options.trusted_key(trusted_key), format)
     target = newest_manifest(archive) if want is None else archive.manifest(want)
     start = archive.manifest(have).ref if have is not None else None
     found = archive.plan(start, target.ref, costs)

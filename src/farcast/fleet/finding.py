@@ -26,9 +26,11 @@ def run_in(store: Store) -> RunRecord | None:
     return decode_run_record(data)
 
 
-def open_archive(store: Store, trusted: TrustedKey | None = None) -> Archive:
+def open_archive(
+    store: Store, trusted: TrustedKey | None = None, served_format: str | None = None
+) -> Archive:
     """The run in this store, or a sentence that says where to look for one. With `trusted`, its
-    record must be signed by that key."""
+    record must be signed by that key; with `served_format`, it is seen in that format alone."""
     record = run_in(store)
     if record is None:
         raise ObjectNotFoundError(
@@ -36,7 +38,7 @@ def open_archive(store: Store, trusted: TrustedKey | None = None) -> Archive:
         )
     if trusted is not None:
         trusted.check(record, RUN_KEY)
-    return Archive(store, record.run_id, trusted=trusted)
+    return Archive(store, record.run_id, trusted=trusted, served_format=served_format)
 
 
 def require_unused(store: Store) -> None:
