@@ -261,9 +261,7 @@ class Subscriber:
         if not gone and not damaged:
             return self._archive.plan(have, want.ref, self._costs)
         try:
-            return plan_path(
-                have, want.ref, _Without(self._archive, gone, damaged), self._costs
-            )
+            return plan_path(have, want.ref, _Without(self._archive, gone, damaged), self._costs)
         except UnknownVersionError:
             damage = self._archive.damage_between(have, want.ref)
             if damage is not None and not damaged:
