@@ -42,13 +42,22 @@ def rounded(
     codes = grid.nearest(values)
     if before is None or threshold == 0.5:
         return codes
-    kept = grid.values(before).double()
-    down, up = grid.neighbours(before)
-    off = values.double() - kept
+    # Few codes move, and only those have to be looked at.
+    moved = (_words(codes) != _words(before)).nonzero(as_tuple=True)
+    old = before[moved]
+    kept = grid.values(old).double()
+    down, up = grid.neighbours(old)
+    off = values[moved].double() - kept
     step = torch.where(off < 0, kept - down, up - kept)
     # Beyond the last code there is no step: the last code stays, as it does when rounding.
-    near = (off.abs() < threshold * step) | ((step == 0) & (off != 0))
-    return torch.where(near | (off == 0), before, codes)
+    near = (off.abs() < threshold * step) | (step == 0) | (off == 0)
+    _words(codes)[moved] = torch.where(near, _words(old), _words(codes)[moved])
+    return codes
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as integers, a view."""
+    return codes.view({1: torch.uint8, 2: torch.int16}[codes.element_size()])
 
 
 def _float_codes(dtype: torch.dtype, word: torch.dtype) -> Grid:
