@@ -37,6 +37,10 @@ DENSE_FROM = 4
 """A block of which more than one word in so many changed is coded densely. Both codings take the
 same there, and gaps cost more time the more there are."""
 
+AHEAD = 2 * CHUNK
+"""Words asked for before their turn: between two chunks a core computes for so long that memory
+would idle."""
+
 RARE = 1000
 """Classes that together hold one word in so many are counted one by one, the others by lanes: a
 branch that is taken in every other chunk costs about what a class more in every chunk does."""
@@ -208,6 +212,24 @@ def _leading(typing: Any, word: Any) -> Any:
 
 
 @intrinsic
+def _prefetch(typing: Any, words: Any, index: Any) -> Any:
+    """Ask for the `CHUNK` words from `index` on, which may lie behind the end."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = [ir.IntType(8).as_pointer(), *[ir.IntType(32)] * 3]
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"
+        )
+        start = _byte_at(context, builder, signature.args[0], args[0], args[1], 8)
+        how = [ir.Constant(ir.IntType(32), number) for number in (0, 3, 1)]  # read, keep, data
+        for at in range(0, CHUNK * signature.args[0].dtype.bitwidth // 8, 64):
+            builder.call(function, [builder.gep(start, [ir.Constant(ir.IntType(64), at)]), *how])
+        return context.get_dummy_value()
+
+    return types.void(words, types.int64), generate
+
+
+@intrinsic
 def _load(typing: Any, data: Any, index: Any) -> Any:
     """Eight bytes from `index` on, little endian. The caller owns the bound."""
 
@@ -274,6 +296,8 @@ def find(old, new, bits, shift, mask, first, last, cut, event_class, event_rank,
     for at in range(0, whole, CHUNK):
         if found > most:
             return -_count(old, new)
+        _prefetch(old, at + AHEAD)
+        _prefetch(new, at + AHEAD)
         some = np.uint64(0)
         for g in range(CHUNK // GROUP):
             masks[g] = _differ(old, new, at + GROUP * g)
@@ -979,6 +1003,7 @@ def locate(words, shift, mask, first, last, cut, bounds, rank, chosen, place):
     following = bounds[:256].copy()
     left = np.full(256, NEVER, np.int64)  # words of the class before its next event
     total = np.empty(256, np.int64)
+    same, before = np.empty(CHUNK // GROUP, np.uint64), np.empty(CHUNK // GROUP, np.int64)
     counted = np.empty(256, np.uint8)  # classes with events; the others need no counting
     number, rare_ones = 0, False
     for k in range(np.int64(last) + 1):
@@ -991,6 +1016,7 @@ def locate(words, shift, mask, first, last, cut, bounds, rank, chosen, place):
                 number += 1
     whole = words.size // CHUNK * CHUNK
     for at in range(0, whole, CHUNK):
+        _prefetch(words, at + AHEAD)
         for g in range(CHUNK // GROUP):
             _classes(words, at + GROUP * g, shift, mask, first, last, classes, GROUP * g)
         for g in range(CHUNK // GROUP if rare_ones else 0):
@@ -1002,23 +1028,27 @@ def locate(words, shift, mask, first, last, cut, bounds, rank, chosen, place):
                 if left[k] == 0:
                     left[k] += _hit(np.int64(k), at + i, following, bounds, rank, place)
                 left[k] -= 1
-        hit = np.int64(0)
+        over = np.uint64(0)
         for n in range(number):
             k = counted[n]
             total[n] = _tally(classes, k)
             left[k] -= total[n]
-            hit |= left[k]
-        for n in range(number if hit < 0 else 0):
+            over |= (np.uint64(left[k]) >> np.uint64(63)) << np.uint64(n)
+        while over != 0:
+            n = _lowest(over)
+            over &= over - np.uint64(1)
             k = np.int64(counted[n])
-            g, passed, inside, same = -1, np.int64(0), np.int64(0), np.uint64(0)
+            passed = np.int64(0)
+            for g in range(CHUNK // GROUP):
+                same[g] = _equal(classes, GROUP * g, np.uint8(k))
+                before[g] = passed
+                passed += _ones(same[g])
             while left[k] < 0:
                 within = left[k] + total[n]
-                while within >= passed + inside:
-                    passed += inside
-                    g += 1
-                    same = _equal(classes, GROUP * g, np.uint8(k))
-                    inside = _ones(same)
-                bit = _select(same, within - passed, chosen)
+                g = -1
+                for other in range(CHUNK // GROUP):  # without a branch to guess
+                    g += before[other] <= within
+                bit = _select(same[g], within - before[g], chosen)
                 left[k] += _hit(k, at + GROUP * g + bit, following, bounds, rank, place)
     for at in range(whole, words.size):
         k = _class(words[at], shift, mask, first, last)
