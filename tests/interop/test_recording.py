@@ -128,7 +128,7 @@ def test_turns_of_a_session_go_home_with_their_outcome() -> None:
     assert [turn.role for turn in one.turns] == ["user", "tool_call", "observation", "model"]
     assert {(s.version, s.root) for s in one.spans} == {(7, ROOT)}
     assert (one.reward, one.task, one.engine) == (0.75, "support", "fake")
-    assert one.metadata == {"feedback/1": "too short"}
+    assert [turn.feedback for turn in one.model_turns] == ["", "too short"]
     assert all(turn.ended >= turn.started > 0 for turn in one.turns if turn.role == "tool_call")
     asked, authorization = world.asked[0]
     assert asked["return_token_ids"] is True
@@ -217,7 +217,9 @@ def test_an_outcome_outlives_an_outage() -> None:
         assert (await world.post("/farcast/outcome", outcome))[0] == 503
         assert (await world.post("/farcast/outcome", outcome))[0] == 200
         status, body, _ = await world.post("/farcast/outcome", outcome)
-        assert status == 404
+        assert (status, body["trajectories"]) == (200, ["s-0"]), "said again, the same"
+        status, body, _ = await world.post("/farcast/outcome", {**outcome, "reward": 2})
+        assert status == 409
         assert "closed" in body["error"]["message"]
         assert (await world.post("/farcast/outcome", {"session": "s"}))[0] == 400
 

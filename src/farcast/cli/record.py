@@ -28,6 +28,14 @@ def serve(
     upstream: Annotated[
         str, typer.Option(metavar="URL", help="The replica or gateway that answers.")
     ],
+    journal: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Keep open sessions here, so that a recorder that is killed goes on with them.",
+            show_default=False,
+        ),
+    ],
     worker: Annotated[
         str, typer.Option("--id", metavar="NAME", help="This recorder's name among the workers.")
     ] = "recorder",
@@ -52,13 +60,13 @@ def serve(
 ) -> None:
     """Stand before a replica; requests with one `X-Farcast-Session` are one episode.
 
-    Answers pass unchanged. A session goes home once its outcome is known; sessions without one
-    are not kept when the recorder stops. The engine must give token ids (vLLM does) and log-probs
+    Answers pass unchanged. A turn is on disk before it is said to be recorded, and a session
+    goes home once its outcome is known. The engine must give token ids (vLLM does) and log-probs
     under the sampled distribution (vLLM: `--logprobs-mode processed_logprobs`).
 
     ```
     farcast record serve --store s3://bucket/run1 --upstream http://127.0.0.1:8200 \\
-        --upstream-token-env REPLICA_TOKEN --token-env TOKEN
+        --upstream-token-env REPLICA_TOKEN --token-env TOKEN --journal recorder
     farcast record attach --session ticket-17 --reward 1 --token-env TOKEN
     ```
     """
@@ -69,6 +77,7 @@ def serve(
 
     require_serving()
     from farcast.fleet.finding import open_archive
+    from farcast.interop.journal import Journal
     from farcast.interop.record_process import RecordOptions, serve_recorder
     from farcast.interop.recording import Recorder
     from farcast.store import open_store
@@ -82,7 +91,11 @@ def serve(
     with StopRequest() as stop:
         if tied:
             leave_with_parent()
-        serve_recorder(RecordOptions(upstream, host, port, token, behind), Recorder(sender), stop)
+        serve_recorder(
+            RecordOptions(upstream, host, port, token, behind),
+            Recorder(sender, journal=Journal(journal)),
+            stop,
+        )
 
 
 @record.command()

@@ -54,6 +54,11 @@ class Episode:
         """Append what a prompt adds. It is the whole prompt of the next turn, and begins with
         every token so far; where it does not, training on them would be on tokens that the
         model never saw, so `FormatError` names the first that differs."""
+        self.check_prompt(prompt)
+        self.show(prompt[len(self.token_ids) :], role)
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise `FormatError` unless `prompt` begins with every token so far."""
         held = len(self.token_ids)
         if list(prompt[:held]) != self.token_ids:
             pairs = zip(prompt, self.token_ids, strict=False)
@@ -62,7 +67,6 @@ class Episode:
                 f"The next prompt differs from the episode at token {common} of {held}; "
                 "end the trajectory before this turn and begin another one."
             )
-        self.show(prompt[held:], role)
 
     def sampled(
         self,
