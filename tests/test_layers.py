@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"fleet"},
     {"gateway"},
     {"relay"},
-    {"interop", "bench"},
+    {"interop", "bench", "study"},
     {"dashboard"},
     {"cli"},
 ]

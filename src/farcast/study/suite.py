@@ -1,0 +1,101 @@
+"""Makes figures one by one; what is in the folder already, under the same settings, stays.
+
+streams/STAGE/     recorded gradients (see `streams`): may be deleted once all figures are made
+FIGURE.csv         its rows
+FIGURE.json        the same with the settings they were made under
+FIGURE.png         its plot
+report.md          tables and plots of all figures that are there
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from farcast.config import RunConfig
+from farcast.errors import ConfigError
+from farcast.study.figures import FIGURES, Setup
+from farcast.study.rows import Row, write_csv
+from farcast.study.settings import StageName, StudySettings
+from farcast.study.streams import Stream, open_stream
+
+Progress = Callable[[str, int, int], None]
+
+
+class FigureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure's rows, and what they were made under."""
+
+    figure: str
+    settings: StudySettings
+    rows: tuple[Row, ...]
+
+
+class StudyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What --json holds: the rows of all figures asked for, in order."""
+
+    model: str
+    settings: StudySettings
+    rows: tuple[Row, ...]
+
+
+class Study:
+    """One model's figures in one folder."""
+
+    def __init__(
+        self,
+        out: Path,
+        model: Path,
+        run: RunConfig,
+        settings: StudySettings,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        self._out, self._model, self._run = out, model, run
+        self._settings, self._progress = settings, progress
+        self._streams: dict[StageName, Stream] = {}
+        out.mkdir(parents=True, exist_ok=True)
+
+    def figure(self, name: str) -> tuple[FigureRecord, bool]:
+        """The figure's rows, and whether they were made now. Raises `ConfigError` for a name that
+        is none."""
+        if name not in FIGURES:
+            raise ConfigError(f"There is no figure {name[:40]!r}; name {', '.join(FIGURES)}.")
+        held = self._held(name)
+        if held is not None:
+            return held, False
+        setup = Setup(self._settings, self._run.train, self._stream, self._progress)
+        record = FigureRecord(
+            figure=name, settings=self._settings, rows=tuple(FIGURES[name](setup))
+        )
+        write_csv(record.rows, self._out / f"{name}.csv")
+        part = self._out / f"{name}.json.part"
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+        part.replace(self._out / f"{name}.json")
+        return record, True
+
+    def figures(self, names: Sequence[str]) -> list[FigureRecord]:
+        """Those of `names`, each from the folder or made now."""
+        return [self.figure(name)[0] for name in names]
+
+    def report(self, records: Sequence[FigureRecord]) -> StudyReport:
+        rows = tuple(row for record in records for row in record.rows)
+        return StudyReport(model=self._settings.model, settings=self._settings, rows=rows)
+
+    def held(self) -> list[FigureRecord]:
+        """Every figure that the folder has under these settings."""
+        return [found for name in FIGURES if (found := self._held(name)) is not None]
+
+    def _held(self, name: str) -> FigureRecord | None:
+        try:
+            data = (self._out / f"{name}.json").read_bytes()
+            record = msgspec.json.decode(data, type=FigureRecord)
+        except (OSError, msgspec.DecodeError):
+            return None  # not made yet, or by another version: it is made anew
+        return record if record.settings == self._settings else None
+
+    def _stream(self, stage: StageName) -> Stream:
+        if stage not in self._streams:
+            folder = self._out / "streams" / stage
+            self._streams[stage] = open_stream(
+                stage, folder, self._model, self._run, self._settings, self._progress
+            )
+        return self._streams[stage]
