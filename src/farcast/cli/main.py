@@ -23,6 +23,7 @@ from farcast.cli.record import record
 from farcast.cli.relay import relay
 from farcast.cli.replica import replica
 from farcast.cli.status import status
+from farcast.cli.study import study
 from farcast.cli.train import train
 from farcast.cli.up import up
 from farcast.cli.verify import verify
@@ -77,6 +78,7 @@ app.command(rich_help_panel="Look")(status)
 app.command(rich_help_panel="Look")(inspect)
 app.command(rich_help_panel="Look")(plan)
 app.command(rich_help_panel="Look")(verify)
+app.command(rich_help_panel="Look")(study)
 app.add_typer(bench, rich_help_panel="Look")
 
 

@@ -10,10 +10,11 @@ stages      on-policy and late GRPO, fine-tuning, continued pretraining, pretrai
 sticky      thresholds of sticky rounding along the run; `sticky` also trains with them
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from farcast.config import TrainConfig
+from farcast.errors import ConfigError
 from farcast.study.cells import Tensors
 from farcast.study.directions import OptimizerKind, kind_of, layer_of
 from farcast.study.measuring import (
@@ -316,3 +317,12 @@ FIGURES: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "stages": stages,
     "sticky": sticky,
 }
+
+
+def known_figures(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of `names`, in the order of all; all for none. Raises `ConfigError` for a name that is
+    none of them."""
+    unknown = next((name for name in names or () if name not in FIGURES), None)
+    if unknown is not None:
+        raise ConfigError(f"There is no figure {unknown[:40]!r}; name {', '.join(FIGURES)}.")
+    return tuple(name for name in FIGURES if not names or name in names)

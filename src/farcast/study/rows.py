@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from farcast.study.settings import StudySettings
+
 Loop = Literal["closed", "replay"]
 
 
@@ -48,6 +50,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kl: float | None = None
     """Nats a token from the plainly rounded policy to this one, on answers of the former."""
     reward: float | None = None
+
+
+class FigureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure's rows, and what they were made under."""
+
+    figure: str
+    settings: StudySettings
+    rows: tuple[Row, ...]
+
+
+class StudyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What --json holds: the rows of all figures asked for, in order."""
+
+    model: str
+    settings: StudySettings
+    rows: tuple[Row, ...]
 
 
 FIELDS = Row.__struct_fields__

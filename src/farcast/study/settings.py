@@ -82,3 +82,8 @@ QUICK = StudySettings(
     format_rates=(1e-6, 1e-5, 1e-4),
 )
 FULL = StudySettings(model="smollm2")
+
+
+def settings_for(model: str, *, quick: bool, seed: int = 0) -> StudySettings:
+    """Of a whole study of the model, or of a quick one."""
+    return msgspec.structs.replace(QUICK if quick else FULL, model=model, seed=seed)

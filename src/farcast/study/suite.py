@@ -13,29 +13,12 @@ from pathlib import Path
 import msgspec
 
 from farcast.config import RunConfig
-from farcast.errors import ConfigError
 from farcast.study.figures import FIGURES, Setup
-from farcast.study.rows import Row, write_csv
+from farcast.study.rows import FigureRecord, StudyReport, write_csv
 from farcast.study.settings import StageName, StudySettings
 from farcast.study.streams import Stream, open_stream
 
 Progress = Callable[[str, int, int], None]
-
-
-class FigureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure's rows, and what they were made under."""
-
-    figure: str
-    settings: StudySettings
-    rows: tuple[Row, ...]
-
-
-class StudyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What --json holds: the rows of all figures asked for, in order."""
-
-    model: str
-    settings: StudySettings
-    rows: tuple[Row, ...]
 
 
 class Study:
@@ -55,10 +38,7 @@ class Study:
         out.mkdir(parents=True, exist_ok=True)
 
     def figure(self, name: str) -> tuple[FigureRecord, bool]:
-        """The figure's rows, and whether they were made now. Raises `ConfigError` for a name that
-        is none."""
-        if name not in FIGURES:
-            raise ConfigError(f"There is no figure {name[:40]!r}; name {', '.join(FIGURES)}.")
+        """The figure's rows, and whether they were made now."""
         held = self._held(name)
         if held is not None:
             return held, False
