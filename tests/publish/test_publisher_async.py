@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farcast.delta import TensorBits, to_bits
+from farcast.delta import AnyBits, TensorBits, to_bits
 from farcast.errors import StoreUnavailableError
 from farcast.publish import Publisher
 from farcast.publish.snapshot import Snapshots, TorchCopies
@@ -168,7 +168,7 @@ class FakeCopies:
     def __init__(self) -> None:
         self.started: dict[str, tuple[np.ndarray[Any, Any], FakeDeviceTensor]] = {}
 
-    def start(self, name: str, tensor: FakeDeviceTensor, spare: TensorBits | None) -> None:
+    def start(self, name: str, tensor: FakeDeviceTensor, spare: AnyBits | None) -> None:
         assert spare is None
         self.started[name] = np.full_like(tensor.value, 77), tensor
 

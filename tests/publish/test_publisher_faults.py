@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from farcast.delta import TensorBits
 from farcast.errors import (
     FarcastError,
     IntegrityError,
@@ -311,10 +312,8 @@ def test_an_interrupt_while_the_baseline_moves_loses_nothing(
             raise KeyboardInterrupt
         return real(*arguments)
 
-    import farcast.publish.publisher as module
-
-    real = module.copied
-    monkeypatch.setattr(module, "copied", interrupted)
+    real = TensorBits.copied
+    monkeypatch.setattr(TensorBits, "copied", interrupted)
     with pytest.raises(KeyboardInterrupt):
         publisher.publish(tensors(2), step=2)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farcast.bench.data import BASE, DELTAS, HOPS, HopRecord
-from farcast.delta import words_of
+from farcast.delta import to_bits, word_bytes, words_of
 from farcast.errors import ConfigError, UnknownVersionError
 from farcast.fleet.finding import open_archive, versions_in
 from farcast.replica.shards import check_writable, plan_shard
@@ -78,7 +78,7 @@ def _write_base(path: Path, weights: Weights) -> None:
     with path.open("wb") as file:
         file.write(header)
         for name in sorted(spans, key=lambda name: spans[name].start):
-            weights.bits[name].data.tofile(file)
+            to_bits(weights.bits[name]).data.tofile(file)
 
 
 def _write_hop(
@@ -92,8 +92,8 @@ def _write_hop(
         new = after.bits[name]
         if old is new or before.entries[name] == after.entries[name]:
             continue
-        words = words_of(new)
-        positions = np.flatnonzero(words_of(old) != words)
+        words = words_of(to_bits(new))
+        positions = np.flatnonzero(words_of(to_bits(old)) != words)
         wide = np.uint32 if words.size <= 1 << 32 else np.uint64
         key = f"{run}/{base}-{version}/{name}"
         _write_arrays(
@@ -101,7 +101,7 @@ def _write_hop(
             ((f"{key}/positions", positions.astype(wide)), (f"{key}/values", words[positions])),
         )
         changed += positions.size
-    elements = sum(words_of(bits).size for bits in after.bits.values())
+    elements = sum(bits.nbytes // word_bytes(bits.dtype) for bits in after.bits.values())
     return after, HopRecord(run=run, base=base, target=version, changed=changed, elements=elements)
 
 

@@ -129,6 +129,14 @@ class AnyBits(abc.ABC):
     def copied(self, spare: "AnyBits | None" = None) -> Self:
         """A copy that may be written into, in the memory of `spare` if that lies alike."""
 
+    @abc.abstractmethod
+    def place(self, bits: "AnyBits") -> Self:
+        """The bits of `bits` where these lie; not a copy if they are there already."""
+
+    @abc.abstractmethod
+    def lies_with(self, other: "AnyBits") -> bool:
+        """Whether both lie in the host's memory, or in that of one device."""
+
 
 @dataclass(frozen=True, eq=False)
 class TensorBits(AnyBits):
@@ -175,6 +183,12 @@ class TensorBits(AnyBits):
             return TensorBits(self.dtype, self.shape, np.array(self.data))
         np.copyto(spare.data, self.data)
         return TensorBits(self.dtype, self.shape, spare.data)
+
+    def place(self, bits: AnyBits) -> "TensorBits":
+        return to_bits(bits)
+
+    def lies_with(self, other: AnyBits) -> bool:
+        return isinstance(other, TensorBits)
 
     def _has_room_for(self, nbytes: int) -> bool:
         return self.data.size == nbytes and self.data.flags.writeable

@@ -75,17 +75,15 @@ class DeviceBits(AnyBits):
         return device.digest_on_device(self.data)
 
     def copied(self, spare: AnyBits | None = None) -> "DeviceBits":
-        data = None
-        if isinstance(spare, DeviceBits) and spare.data.device == self.data.device:
-            data = spare.data if spare.data.numel() == self.data.numel() else None
-        data = torch.empty_like(self.data) if data is None else data
-        copy = DeviceBits(self.dtype, self.shape, data.copy_(self.data))
+        fits = spare is not None and self.lies_with(spare) and spare.nbytes == self.nbytes
+        data = spare.data if spare is not None and fits else torch.empty_like(self.data)
+        device.write_on_device(data, self.data)
+        copy = DeviceBits(self.dtype, self.shape, data)
         copy.settle()
         return copy
 
     def place(self, bits: AnyBits) -> "DeviceBits":
-        """The same bits on this device."""
-        if isinstance(bits, DeviceBits) and bits.data.device == self.data.device:
+        if isinstance(bits, DeviceBits) and self.lies_with(bits):
             return bits
         if isinstance(bits, DeviceBits):
             moved = DeviceBits(bits.dtype, bits.shape, bits.data.to(self.data.device))
@@ -96,6 +94,9 @@ class DeviceBits(AnyBits):
                 moved.data[lo : lo + _CARRIED] = device.to_device(part, self.data.device)
         moved.settle()
         return moved
+
+    def lies_with(self, other: AnyBits) -> bool:
+        return isinstance(other, DeviceBits) and other.data.device == self.data.device
 
     def room(self, dtype: str, shape: tuple[int, ...]) -> "DeviceBits":
         """Memory of this device for a tensor."""

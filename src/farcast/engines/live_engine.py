@@ -26,7 +26,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from farcast.delta import TensorBits, Words, entry_of, nbytes_of, word_bytes, words_of
+from farcast.delta import (
+    AnyBits,
+    TensorBits,
+    Words,
+    entry_of,
+    nbytes_of,
+    to_bits,
+    word_bytes,
+    words_of,
+)
 from farcast.engines.blocks import covered
 from farcast.engines.http_engine import (
     InPlaceEngine,
@@ -368,7 +377,8 @@ class _EngineDraft(Draft):
             self._tensors.allocate()
         self._staged = self._is_written = False
 
-    def _add(self, name: str, bits: TensorBits) -> None:
+    def _add(self, name: str, bits: AnyBits) -> None:
+        bits = to_bits(bits)
         new = words_of(bits)
         self._parts[name] = self._target._parts(name, new, self.goal.entries[name])
         if name in self._whole:

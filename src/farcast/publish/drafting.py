@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from farcast.delta import TensorBits, root_of
+from farcast.delta import AnyBits, root_of
 from farcast.errors import ConfigError, FarcastError
 from farcast.lineage import Delta, Manifest, ObjectRef, Signer, is_anchor_due, squash_spans
 from farcast.publish.history import History, Reverse, Undo, squash_parts
@@ -92,7 +92,7 @@ class Draft:
 
 
 def draft_version(
-    how: Drafting, base: Base, history: History, target: Mapping[str, TensorBits], step: int
+    how: Drafting, base: Base, history: History, target: Mapping[str, AnyBits], step: int
 ) -> Draft:
     """Encode `target` and put its objects; the next version after `base`, not yet visible."""
     started = time.perf_counter()
@@ -136,7 +136,7 @@ class _Changes:
         how: Drafting,
         base: Base,
         history: History,
-        target: Mapping[str, TensorBits],
+        target: Mapping[str, AnyBits],
         tally: Tally,
     ) -> None:
         self._how = how
@@ -146,7 +146,7 @@ class _Changes:
         self.tally = tally
         self.deltas: list[Delta] = []
         self.undo: list[Undo] = []
-        self.bytes_full = sum(bits.data.nbytes for bits in target.values())
+        self.bytes_full = sum(bits.nbytes for bits in target.values())
 
     def put_delta(self, parent: Manifest, weights: Weights) -> None:
         """Put the change from the version before."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from farcast.delta import Patch, TensorBits, root_of
+from farcast.delta import AnyBits, Patch, root_of
 from farcast.errors import IntegrityError
 from farcast.publish.parts import Tally, encode_part, split
 from farcast.store.rebuilding import Chain
@@ -86,7 +86,7 @@ class Reverse:
     parts: list[bytes] = field(default_factory=list)
     seconds: float = 0.0
 
-    def add(self, base: Mapping[str, TensorBits], target: Mapping[str, TensorBits]) -> None:
+    def add(self, base: Mapping[str, AnyBits], target: Mapping[str, AnyBits]) -> None:
         tally = Tally()
         self.parts.append(encode_part(target, base, {}, tally).data)
         self.seconds += tally.seconds
@@ -94,7 +94,7 @@ class Reverse:
 
 def squash_parts(
     back: WayBack,
-    target: Mapping[str, TensorBits],
+    target: Mapping[str, AnyBits],
     tally: Tally,
     reverse: Reverse,
     *,
@@ -106,7 +106,7 @@ def squash_parts(
     reached: dict[str, TensorEntry] = {}
     for names in split(target, part_bytes=part_bytes):
         started = time.perf_counter()
-        before: dict[str, TensorBits] = {}
+        before: dict[str, AnyBits] = {}
         for name in (*names, *gone):
             made = (
                 back.chain.finish(name, target.get(name))

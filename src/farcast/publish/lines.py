@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from farcast.delta import TensorBits, from_bits, to_bits
+from farcast.delta import AnyBits, from_bits, held_bits, to_bits
 from farcast.errors import (
     ConfigError,
     FormatError,
@@ -29,7 +29,7 @@ from farcast.formats import Recipe, canonical_names, parse_recipe
 from farcast.lineage import Manifest, joined
 from farcast.publish.drafting import Base, Draft, Drafting, draft_version
 from farcast.publish.history import History
-from farcast.publish.snapshot import Bits, copied
+from farcast.publish.snapshot import Bits
 from farcast.store.archive import Archive
 from farcast.store.rebuilding import Weights
 
@@ -159,7 +159,7 @@ def derived(
 ) -> list[Bits]:
     """What each line serves for these masters, in memory of its own.
 
-    Tensors given as `TensorBits` are served as they are, in every format.
+    Tensors given as bits are served as they are, in every format.
     """
     from farcast.formats.deriving import derive
 
@@ -182,19 +182,19 @@ def derived(
             raise TensorMismatchError(
                 f"The tensor {clash[0][:80]!r} is given as bits, and would be derived too."
             )
-        own = {name: to_bits(tensor) for name, tensor in served.items()}
-        targets.append(own | {name: copied(bits, None) for name, bits in given.items()})
+        own = {name: held_bits(tensor) for name, tensor in served.items()}
+        targets.append(own | {name: bits.copied() for name, bits in given.items()})
     return targets
 
 
 def _masters(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
-) -> tuple[dict[str, Any], dict[str, TensorBits]]:
+) -> tuple[dict[str, Any], dict[str, AnyBits]]:
     """By canonical name: tensors to derive from, and bits to pass on."""
     pairs = dict(tensors) if isinstance(tensors, Mapping) else _drawn(tensors)
     names = canonical_names(pairs)
-    given = {names[n]: t for n, t in pairs.items() if isinstance(t, TensorBits)}
-    masters = {names[n]: _as_torch(t) for n, t in pairs.items() if not isinstance(t, TensorBits)}
+    given = {names[n]: t for n, t in pairs.items() if isinstance(t, AnyBits)}
+    masters = {names[n]: _as_torch(t) for n, t in pairs.items() if not isinstance(t, AnyBits)}
     return masters, given
 
 
@@ -209,12 +209,13 @@ def _drawn(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _copied(tensor: Any) -> Any:
-    return copied(tensor, None) if isinstance(tensor, TensorBits) else _as_torch(tensor).clone()
+    return tensor.copied() if isinstance(tensor, AnyBits) else _as_torch(tensor).clone()
 
 
 def _as_torch(tensor: Any) -> Any:
     import torch
 
-    return (
-        tensor if isinstance(tensor, torch.Tensor) else from_bits(to_bits(tensor), torch.empty(0))
-    )
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    bits = tensor if isinstance(tensor, AnyBits) else to_bits(tensor)
+    return from_bits(bits, torch.empty(0))

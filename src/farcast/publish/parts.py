@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from farcast.delta import EncodedDelta, TensorBits, encode_bits
+from farcast.delta import AnyBits, EncodedDelta, encode_bits
 from farcast.types import TensorEntry
 
 PART_BYTES = 512 << 20
@@ -20,7 +20,7 @@ MAX_PARTS = 1024
 """Beyond this the parts grow instead of becoming more: a manifest has room for 4096, and cutting
 at tensor borders can double the count."""
 
-OnChange = Callable[[Mapping[str, TensorBits], Mapping[str, TensorBits]], None]
+OnChange = Callable[[Mapping[str, AnyBits], Mapping[str, AnyBits]], None]
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Tally:
 
 
 def anchor_parts(
-    target: Mapping[str, TensorBits], tally: Tally, *, part_bytes: int
+    target: Mapping[str, AnyBits], tally: Tally, *, part_bytes: int
 ) -> Iterator[bytes]:
     """The objects that hold `target` in full."""
     for names in split(target, part_bytes=part_bytes):
@@ -42,9 +42,9 @@ def anchor_parts(
 
 
 def delta_parts(
-    base: Mapping[str, TensorBits],
+    base: Mapping[str, AnyBits],
     base_entries: Mapping[str, TensorEntry],
-    target: Mapping[str, TensorBits],
+    target: Mapping[str, AnyBits],
     tally: Tally,
     *,
     part_bytes: int,
@@ -68,9 +68,9 @@ def delta_parts(
         gone = []
 
 
-def split(target: Mapping[str, TensorBits], *, part_bytes: int) -> Iterator[list[str]]:
+def split(target: Mapping[str, AnyBits], *, part_bytes: int) -> Iterator[list[str]]:
     """The names in order, cut where a part would pass its size; a larger tensor stands alone."""
-    sizes = {name: bits.data.nbytes for name, bits in target.items()}
+    sizes = {name: bits.nbytes for name, bits in target.items()}
     return split_sizes(sizes, part_bytes=part_bytes)
 
 
@@ -89,8 +89,8 @@ def split_sizes(sizes: Mapping[str, int], *, part_bytes: int) -> Iterator[list[s
 
 
 def encode_part(
-    base: Mapping[str, TensorBits],
-    target: Mapping[str, TensorBits],
+    base: Mapping[str, AnyBits],
+    target: Mapping[str, AnyBits],
     base_entries: Mapping[str, TensorEntry],
     tally: Tally,
 ) -> EncodedDelta:

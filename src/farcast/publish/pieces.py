@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from blake3 import blake3
 
-from farcast.delta import TensorBits, nbytes_of
+from farcast.delta import AnyBits, nbytes_of
 from farcast.errors import TensorMismatchError
 from farcast.formats import canonical_names
 from farcast.publish.parts import split_sizes
@@ -92,7 +92,7 @@ def localised(
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     for name, tensor in pairs:
-        if isinstance(tensor, TensorBits):
+        if isinstance(tensor, AnyBits):
             given.add(name)
         if not hasattr(tensor, "device_mesh"):
             where[name] = Where(0, None)
@@ -104,14 +104,14 @@ def localised(
             yield name, tensor.to_local()
 
 
-def layout_of(bits: Mapping[str, TensorBits], where: Mapping[str, Where]) -> Layout:
+def layout_of(bits: Mapping[str, AnyBits], where: Mapping[str, Where]) -> Layout:
     """The description of what this rank holds; `bits` have canonical names, `where` given ones."""
     canonical = canonical_names(where)
     pieces = []
     for given, (place, rows) in where.items():
         held = bits[canonical[given]]
         shape = held.shape if rows is None else (rows, *held.shape[1:])
-        pieces.append(Piece(canonical[given], held.dtype, shape, place, held.data.nbytes))
+        pieces.append(Piece(canonical[given], held.dtype, shape, place, held.nbytes))
     return tuple(sorted(pieces, key=lambda piece: piece.name))
 
 

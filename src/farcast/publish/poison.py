@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from farcast.delta import TensorBits
+from farcast.delta import AnyBits
+from farcast.delta.bits import Bytes
 from farcast.errors import PoisonError
 
 MIN_ELEMENTS = 2
@@ -27,6 +28,16 @@ class _Exponent(NamedTuple):
     mask: int
     words: int = 1
 
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return np.dtype(self.word).itemsize * self.words
+
+    def without_finite(self, part: Bytes) -> bool:
+        mask = self.word(self.mask)
+        elements = part.view(self.word).reshape(-1, self.words)
+        return bool(((elements & mask) == mask).any(axis=1).all())
+
 
 _EXPONENTS = {
     "F64": _Exponent(np.uint64, 0x7FF0_0000_0000_0000),
@@ -41,7 +52,7 @@ _EXPONENTS = {
 }
 
 
-def check_poison(base: Mapping[str, TensorBits], target: Mapping[str, TensorBits]) -> None:
+def check_poison(base: Mapping[str, AnyBits], target: Mapping[str, AnyBits]) -> None:
     """Raise `PoisonError` for tensors of `target` that lost every finite value since `base`."""
     poisoned = [
         name
@@ -56,17 +67,14 @@ def check_poison(base: Mapping[str, TensorBits], target: Mapping[str, TensorBits
         )
 
 
-def is_poison(bits: TensorBits) -> bool:
+def is_poison(bits: AnyBits) -> bool:
     """Whether a floating tensor of at least two elements holds no finite value."""
     exponent = _EXPONENTS.get(bits.dtype)
     if exponent is None:
         return False
-    elements = bits.data.view(exponent.word).reshape(-1, exponent.words)
-    if len(elements) < MIN_ELEMENTS:
+    count = bits.nbytes // exponent.width
+    if count < MIN_ELEMENTS:
         return False
-    mask = exponent.word(exponent.mask)
-    ends = [1, *range(_BLOCK, len(elements), _BLOCK), len(elements)]
-    return all(
-        bool(((elements[start:end] & mask) == mask).any(axis=1).all())
-        for start, end in pairwise([0, *ends])
-    )
+    ends = [0, 1, *range(_BLOCK, count, _BLOCK), count]
+    spans = (slice(lo * exponent.width, hi * exponent.width) for lo, hi in pairwise(ends))
+    return all(exponent.without_finite(bits.part(span)) for span in spans)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from farcast.delta import TensorBits
+from farcast.delta import AnyBits
 from farcast.errors import (
     ConfigError,
     FarcastError,
@@ -63,7 +63,7 @@ from farcast.publish.poison import check_poison
 from farcast.publish.reports import PublishReport, PublishTotals
 from farcast.publish.shard_formats import Holding
 from farcast.publish.sharded import ShardedVersions
-from farcast.publish.snapshot import Bits, Snapshots, copied, on_device, views
+from farcast.publish.snapshot import Bits, Snapshots, comes_over, views
 from farcast.publish.timestamps import VALID_SECONDS, Timestamps
 from farcast.store.archive import UNUSABLE, Archive
 from farcast.store.base import Store
@@ -84,7 +84,8 @@ class Publisher:
     Numbers are its own: one more than the newest version in the store, from 0. In a store that
     holds versions it starts by rebuilding the newest; `reanchor=True` lets it go on with a full
     copy where that is damaged beyond repair. Memory: one copy of the served bits (the
-    baseline), and a second one once `publish_async` was used.
+    baseline), and a second one once `publish_async` was used, both where the tensors lie: those on
+    a CUDA device are copied there, and only changes and digests come to the host.
 
     `squash=4` also publishes, with every 4th version, the change from 4 before, with every 16th
     that from 16 before and so on: a replica that comes back late then reads O(log n) objects, for
@@ -216,7 +217,7 @@ class Publisher:
         """Publish the served tensors after `step` optimizer steps; durable on return.
 
         torch or numpy tensors of any dtype by name, on any device; (name, tensor) pairs too. With
-        `formats` these are masters, and what is given as `TensorBits` is served as it is.
+        `formats` these are masters, and what is given as bits is served as it is.
         Raises `PoisonError` where a tensor lost every finite value since the last version.
         """
         started = time.perf_counter()
@@ -271,7 +272,7 @@ class Publisher:
         with self._turn:
             step = self._archive.manifest(version).step
             self._check_call(step)
-            targets = [dict(line.reader.rebuild(version)) for line in self._lines]
+            targets: list[Bits] = [{**line.reader.rebuild(version)} for line in self._lines]
             report = self._publish(targets, step, owned=True, allow_poison=True)
             return self._record(report, waited=time.perf_counter() - started).ref
 
@@ -546,22 +547,23 @@ def _report(
 
 
 def _kept(
-    before: Mapping[str, TensorBits],
+    before: Mapping[str, AnyBits],
     known: Mapping[str, TensorEntry],
     draft: Draft,
     target: Bits,
 ) -> Bits:
-    """A copy of `target` in the memory of `before`; what did not change is shared."""
+    """A copy of `target` in the memory of `before`; what did not change is shared, unless it
+    lies elsewhere: on the host after a restart, while the trainer's tensors are on a device."""
     return {
         name: before[name]
-        if known.get(name) == draft.entries[name]
-        else copied(bits, before.get(name))
+        if known.get(name) == draft.entries[name] and bits.lies_with(before[name])
+        else bits.copied(before.get(name))
         for name, bits in target.items()
     }
 
 
 def _any_away(tensors: Mapping[str, Any]) -> bool:
-    return any(map(on_device, tensors.values()))
+    return any(map(comes_over, tensors.values()))
 
 
 def _outcome_of(work: Callable[[], _T]) -> Callable[[], _T]:

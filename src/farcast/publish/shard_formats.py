@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from farcast.delta import TensorBits, from_bits, nbytes_of, to_bits
+from farcast.delta import AnyBits, from_bits, held_bits, nbytes_of
 from farcast.errors import ConfigError, FormatError
 from farcast.formats import Recipe
 from farcast.publish.comms import Rounds
@@ -88,13 +88,17 @@ class ShardFormats:
         own: list[dict[str, Any]] = []
 
         def measure_own() -> bytes:
+            import torch
+
+            from farcast.delta.device import to_host
             from farcast.formats.deriving import measure
 
-            held = take()
-            masters, rows = self._masters(held)
-            own[:] = [measure(masters, recipe, rows=rows) for recipe in self._recipes]
-            found = [[_trimmed(name, t.numpy()) for name, t in one.items()] for one in own]
-            return msgspec.msgpack.encode(found)
+            masters, rows = self._masters(take())
+            for recipe in self._recipes:
+                found = measure(masters, recipe, rows=rows)
+                own.append({name: torch.from_numpy(to_host(t)) for name, t in found.items()})
+            trimmed = [[_trimmed(name, t.numpy()) for name, t in one.items()] for one in own]
+            return msgspec.msgpack.encode(trimmed)
 
         told = self._rounds.share(measure_own)
         everybody = [msgspec.msgpack.decode(data, type=list[list[_Found]]) for data in told]
@@ -127,7 +131,7 @@ class ShardFormats:
 
         masters, rows = self._masters(held)
         served = derive(masters, recipe, rows=rows, measured=measured)
-        bits = {name: to_bits(tensor) for name, tensor in served.items()}
+        bits = {name: held_bits(tensor) for name, tensor in served.items()}
         pieces = []
         for piece in held.layout:
             if piece.name in held.given:
@@ -139,13 +143,13 @@ class ShardFormats:
         return Holding(bits, tuple(sorted(pieces, key=lambda piece: piece.name)))
 
 
-def _piece(name: str, bits: TensorBits, master: Piece, *, by_row: bool) -> Piece:
+def _piece(name: str, bits: AnyBits, master: Piece, *, by_row: bool) -> Piece:
     """What a served tensor here is of the whole one. Of what belongs to the whole matrix every
     rank has all, as of a plain parameter."""
     if not by_row:
-        return Piece(name, bits.dtype, bits.shape, 0, bits.data.nbytes)
+        return Piece(name, bits.dtype, bits.shape, 0, bits.nbytes)
     shape = (master.shape[0], *bits.shape[1:]) if master.shape else bits.shape
-    return Piece(name, bits.dtype, shape, master.place, bits.data.nbytes)
+    return Piece(name, bits.dtype, shape, master.place, bits.nbytes)
 
 
 def _starts(layouts: Sequence[Layout]) -> dict[str, dict[int, int]]:

@@ -1,9 +1,10 @@
-"""From what a trainer hands over to bits in host memory that do not change any more.
+"""From what a trainer hands over to bits that do not change any more.
 
 The optimizer writes into the same tensors as soon as `publish_async` returns, and a generator
 may fill one buffer again and again. So each tensor is copied as it is drawn, into buffers that
-are used again for the next version, and copies from a device are awaited before anybody reads
-them. Refuses to write into what it was given.
+are used again for the next version. What lies on a CUDA device is copied there and never comes
+to the host as a whole; copies from other devices go to host memory, and are awaited before anybody
+reads them. Refuses to write into what it was given.
 """
 
 import sys
@@ -13,47 +14,44 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from farcast.delta import TensorBits, to_bits
+from farcast.delta import AnyBits, TensorBits, held_bits, to_bits
+from farcast.delta.bits import on_device
 from farcast.errors import TensorMismatchError
 from farcast.formats import canonical_names
 
-Bits = dict[str, TensorBits]
+Bits = dict[str, AnyBits]
 
 
 class DeviceCopies(Protocol):
     """Copies from devices to host memory that run side by side."""
 
-    def start(self, name: str, tensor: Any, spare: TensorBits | None) -> None:
+    def start(self, name: str, tensor: Any, spare: AnyBits | None) -> None:
         """Begin to copy, into the memory of `spare` if it fits."""
         ...
 
-    def wait(self) -> Bits:
+    def wait(self) -> Mapping[str, TensorBits]:
         """The bits by name, once every copy that was started has ended."""
         ...
 
 
 class TorchCopies:
-    """Copies of torch tensors into page-locked memory, awaited once for all of them."""
+    """Copies of torch tensors into host memory, awaited once for all of them."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, Any] = {}
         self._devices: set[Any] = set()
 
-    def start(self, name: str, tensor: Any, spare: TensorBits | None) -> None:
+    def start(self, name: str, tensor: Any, spare: AnyBits | None) -> None:
         torch = sys.modules["torch"]
         source = tensor.detach()
         size = source.numel() * source.element_size()
         kept = _reusable(spare, size)
-        if kept is None:
-            pinned = source.device.type == "cuda"
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        else:
-            memory = torch.from_numpy(kept)
+        memory = torch.empty(size, dtype=torch.uint8) if kept is None else torch.from_numpy(kept)
         host = memory.view(source.dtype).view(source.shape)
         self._devices.add(source.device)
         self._hosts[name] = host.copy_(source, non_blocking=True)
 
-    def wait(self) -> Bits:
+    def wait(self) -> Mapping[str, TensorBits]:
         for device in self._devices:
             sys.modules["torch"].accelerator.synchronize(device)
         return {name: to_bits(host) for name, host in self._hosts.items()}
@@ -64,7 +62,7 @@ class Snapshots:
 
     def __init__(self, new_copies: Callable[[], DeviceCopies] = TorchCopies) -> None:
         self._new_copies = new_copies
-        self._spare: Mapping[str, TensorBits] = {}
+        self._spare: Mapping[str, AnyBits] = {}
         self._names: dict[str, str] = {}
 
     def take(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Bits:
@@ -73,17 +71,17 @@ class Snapshots:
         # interrupt may have left them in the baseline.
         spare, self._spare = self._spare, {}
         copies = self._new_copies()
-        taken: dict[str, TensorBits | None] = {}
+        taken: dict[str, AnyBits | None] = {}
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         for name, tensor in pairs:
             if name in taken:
                 raise TensorMismatchError(f"The tensor {name!r} is given twice; give it once.")
             buffer = spare.get(self._names.get(name, name))
-            if on_device(tensor):
+            if comes_over(tensor):
                 copies.start(name, tensor, buffer)
                 taken[name] = None
             else:
-                taken[name] = copied(to_bits(tensor), buffer)
+                taken[name] = held_bits(tensor).copied(buffer)
         arrived = copies.wait()
         self._names = canonical_names(taken)
         return {
@@ -91,36 +89,27 @@ class Snapshots:
             for name, bits in taken.items()
         }
 
-    def give_back(self, bits: Mapping[str, TensorBits]) -> None:
+    def give_back(self, bits: Mapping[str, AnyBits]) -> None:
         """Buffers for the next snapshot; the caller reads them no more."""
         self._spare = bits
 
 
 def views(tensors: Mapping[str, Any]) -> Bits:
-    """Bits of host tensors by canonical name, sharing their memory where the layout allows."""
+    """Bits by canonical name of tensors none of which `comes_over`, sharing their memory where the
+    layout allows."""
     names = canonical_names(tensors)
-    return {names[name]: to_bits(tensor) for name, tensor in tensors.items()}
+    return {names[name]: held_bits(tensor) for name, tensor in tensors.items()}
 
 
-def on_device(tensor: Any) -> bool:
-    """Whether reading a torch tensor's values is a copy from elsewhere. Other libraries' arrays
-    are read through numpy's protocol, which waits by itself."""
+def comes_over(tensor: Any) -> bool:
+    """Whether a tensor lies on a device whose tensors are read through host memory. Other
+    libraries' arrays are read through numpy's protocol, which waits by itself."""
     kind = getattr(getattr(tensor, "device", None), "type", None)
-    return kind not in (None, "cpu")
+    return kind not in (None, "cpu") and not on_device(tensor)
 
 
-def copied(bits: TensorBits, spare: TensorBits | None) -> TensorBits:
-    """A copy of `bits`, in the memory of `spare` if it fits."""
-    data = _reusable(spare, bits.data.nbytes)
-    if data is None:
-        data = np.array(bits.data)
-    else:
-        np.copyto(data, bits.data)
-    return TensorBits(dtype=bits.dtype, shape=bits.shape, data=data)
-
-
-def _reusable(spare: TensorBits | None, size: int) -> NDArray[np.uint8] | None:
-    """The memory of `spare`, if it holds exactly `size` bytes and may be written."""
-    if spare is None or spare.data.nbytes != size or not spare.data.flags.writeable:
+def _reusable(spare: AnyBits | None, size: int) -> NDArray[np.uint8] | None:
+    """The memory of `spare`, if it holds exactly `size` bytes in host memory and may be written."""
+    if not isinstance(spare, TensorBits) or not size or spare.nbytes != size:
         return None
-    return spare.data
+    return spare.data if spare.data.flags.writeable else None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from farcast.delta import TensorBits, entry_of, root_of
+from farcast.delta import AnyBits, entry_of, root_of
 from farcast.errors import (
     IntegrityError,
     TargetChangedError,
@@ -70,7 +70,7 @@ class Draft(abc.ABC):
         """Ready to be committed."""
         return self._open and self._sealed
 
-    def add(self, name: str, bits: TensorBits, entry: TensorEntry) -> None:
+    def add(self, name: str, bits: AnyBits, entry: TensorEntry) -> None:
         """Take one changed tensor; `entry` was computed from `bits`.
 
         The draft may keep `bits`: the caller doesn't write into them afterwards.
@@ -102,7 +102,7 @@ class Draft(abc.ABC):
             self._discard()
 
     @abc.abstractmethod
-    def _add(self, name: str, bits: TensorBits) -> None: ...
+    def _add(self, name: str, bits: AnyBits) -> None: ...
 
     @abc.abstractmethod
     def _seal(self) -> None: ...
@@ -170,7 +170,7 @@ class Target(abc.ABC):
     """What `read` returns is the caller's own, to be written into."""
 
     @abc.abstractmethod
-    def read(self, name: str) -> TensorBits:
+    def read(self, name: str) -> AnyBits:
         """The present bits of a tensor. A view where possible: not to be written into, unless
         the target `gives_copies`."""
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from farcast.delta import TensorBits, entry_of
+from farcast.delta import AnyBits, TensorBits, entry_of, to_bits
 from farcast.errors import IntegrityError, TargetChangedError, TargetError
 from farcast.replica import files
 from farcast.replica.base import Draft, Goal, later
@@ -100,9 +100,9 @@ class DirectoryDraft(Draft):
             self._home.update(dict.fromkeys(names, new))
             files.write_at(new.file, header, 0)
 
-    def _add(self, name: str, bits: TensorBits) -> None:
+    def _add(self, name: str, bits: AnyBits) -> None:
         with files.translated(self._layout.folder):
-            self._put(name, bits)
+            self._put(name, to_bits(bits))
 
     def _put(self, name: str, bits: TensorBits) -> None:
         new = self._home[name]

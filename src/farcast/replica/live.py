@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from farcast.delta import TensorBits, entry_of, words_of
+from farcast.delta import AnyBits, entry_of, to_bits, words_of
 from farcast.errors import TargetChangedError, TargetError, TensorMismatchError
 from farcast.replica.base import Check, Draft, Goal, Target
 from farcast.replica.words import Positions, Words
@@ -150,9 +150,9 @@ class _LiveDraft(Draft):
         self._changes: list[_Change] = []
         self._begun = 0
 
-    def _add(self, name: str, bits: TensorBits) -> None:
-        new = words_of(bits)
-        old = words_of(self._target.read(name))
+    def _add(self, name: str, bits: AnyBits) -> None:
+        new = words_of(to_bits(bits))
+        old = words_of(to_bits(self._target.read(name)))
         positions = np.flatnonzero(new != old)
         if not positions.size:
             return

@@ -6,7 +6,7 @@ arrays of the old version keeps them unchanged.
 
 from collections.abc import Collection, Iterator, Mapping
 
-from farcast.delta import TensorBits, entry_of
+from farcast.delta import AnyBits, TensorBits, entry_of, to_bits
 from farcast.errors import TargetChangedError, TargetError
 from farcast.replica.base import Check, Draft, Goal, Target
 from farcast.types import TensorEntry
@@ -54,8 +54,8 @@ class _MemoryDraft(Draft):
             name: self._before[name] for name in goal.entries if name not in goal.changed
         }
 
-    def _add(self, name: str, bits: TensorBits) -> None:
-        self._next[name] = bits
+    def _add(self, name: str, bits: AnyBits) -> None:
+        self._next[name] = to_bits(bits)
 
     def _seal(self) -> None:
         self._next = {name: self._next[name] for name in self.goal.entries}

@@ -31,7 +31,7 @@ from typing import TypeAlias
 from blake3 import blake3
 from msgspec.structs import replace
 
-from farcast.delta import Patch, TensorBits
+from farcast.delta import Patch, TensorBits, all_bits
 from farcast.errors import (
     ConfigError,
     FarcastError,
@@ -362,7 +362,7 @@ class Archive:
         written into, but tensors that did not change are returned as they are.
         """
         base = None if have is None else Weights.of(*have)
-        return dict(self.restore(version, base, progress=progress).bits)
+        return all_bits(self.restore(version, base, progress=progress).bits)
 
     def restore(
         self,

@@ -8,9 +8,7 @@ proves the whole. Refuses to return a tensor whose bits were not verified.
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from farcast.delta import Patch, TensorBits, entry_of, nbytes_of, root_of
+from farcast.delta import AnyBits, Patch, entry_of, nbytes_of, root_of
 from farcast.errors import FormatError, IntegrityError
 from farcast.lineage import Manifest
 from farcast.types import TensorEntry, VersionRef
@@ -21,11 +19,11 @@ class Weights:
     """All served tensors of one version, with their verified entries. Nobody writes into `bits`."""
 
     ref: VersionRef
-    bits: Mapping[str, TensorBits]
+    bits: Mapping[str, AnyBits]
     entries: Mapping[str, TensorEntry]
 
     @classmethod
-    def of(cls, ref: VersionRef, bits: Mapping[str, TensorBits]) -> "Weights":
+    def of(cls, ref: VersionRef, bits: Mapping[str, AnyBits]) -> "Weights":
         """Weights whose entries are computed here; refuses bits that are not those of `ref`."""
         entries = {name: entry_of(tensor) for name, tensor in bits.items()}
         if root_of(entries) != ref.root:
@@ -68,12 +66,12 @@ class Chain:
         return None if last is None else last.entries[name].entry
 
     def finish(
-        self, name: str, base: TensorBits | None, *, owned: bool = False
-    ) -> tuple[TensorBits, TensorEntry] | None:
+        self, name: str, base: AnyBits | None, *, owned: bool = False
+    ) -> tuple[AnyBits, TensorEntry] | None:
         """A tensor that some patch names, after the last patch, verified; None if removed.
 
         `base` is what it was before the chain, None if it was not there. It is written into
-        only if `owned`.
+        only if `owned`. The tensor lies where `base` lies, else in host memory.
         """
         patches = self._patches[name]
         last = patches[-1]
@@ -83,7 +81,7 @@ class Chain:
         bits = base if patches[start] is not None else None
         for patch in patches[start:]:
             if patch is not None:
-                bits = _applied(patch, name, bits, owned=owned, verify=patch is last)
+                bits = patch.turned(name, bits, owned=owned, verify=patch is last)
                 owned = True
         return None if bits is None else (bits, last.entries[name].entry)
 
@@ -98,7 +96,7 @@ class Rebuild:
         self._chain = chain
         self._only = only
         self._started: set[str] = set()
-        self._bits: dict[str, TensorBits] = {}
+        self._bits: dict[str, AnyBits] = {}
         self._entries: dict[str, TensorEntry] = {}
 
     def add_base(self, have: Weights) -> None:
@@ -123,7 +121,7 @@ class Rebuild:
             if not self._wanted(name):
                 self._note(name, patch.entries[name].entry)
                 continue
-            bits = _applied(patch, name, None, owned=False, verify=True)
+            bits = patch.turned(name, None)
             if name in self._chain:
                 self._finish(name, bits, owned=True)
             else:
@@ -148,7 +146,7 @@ class Rebuild:
         if entry is not None:
             self._entries[name] = entry
 
-    def _finish(self, name: str, base: TensorBits | None, *, owned: bool) -> None:
+    def _finish(self, name: str, base: AnyBits | None, *, owned: bool) -> None:
         made = self._chain.finish(name, base, owned=owned)
         if made is not None:
             self._bits[name], self._entries[name] = made
@@ -178,19 +176,3 @@ def _last_reset(name: str, patches: Sequence[Patch | None]) -> int:
         if patch is None or patch.entries[name].kind == "full":
             return index
     return 0
-
-
-def _applied(
-    patch: Patch, name: str, base: TensorBits | None, *, owned: bool, verify: bool
-) -> TensorBits:
-    entry = patch.entries[name]
-    if entry.kind == "full":
-        return patch.full(name)  # verifies
-    if base is None or (base.dtype, base.shape) != (entry.dtype, entry.shape):
-        raise FormatError(
-            f"A delta changes elements of {name[:80]!r}, which its base holds in another shape "
-            "or not at all; do not use that version."
-        )
-    data = base.data if owned and base.data.flags.writeable else np.array(base.data)
-    patch.apply_into(name, data, verify=verify)
-    return TensorBits(dtype=entry.dtype, shape=entry.shape, data=data)
