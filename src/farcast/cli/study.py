@@ -13,7 +13,7 @@ from farcast.fleet.presets import DEFAULT_MODEL
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from farcast.study.figures import Progress
+    from farcast.study.streams import Progress
 
 _QUICK_MODEL = "tiny"
 

@@ -7,15 +7,15 @@ formats     every served format over learning rates
 scales      scale policies, step by step: what moves when a scale moves
 lag         a version against one k before it: one delta, the deltas between, an anchor
 stages      on-policy and late GRPO, fine-tuning, continued pretraining, pretraining
-sticky      thresholds of sticky rounding along the run; `sticky` also trains with them
+sticky      thresholds of sticky rounding along the run, and what they cost (see `costs`)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from farcast.config import TrainConfig
 from farcast.errors import ConfigError
 from farcast.study.cells import Tensors
+from farcast.study.costs import sticky_costs
 from farcast.study.directions import OptimizerKind, kind_of, layer_of
 from farcast.study.measuring import (
     Law,
@@ -28,10 +28,8 @@ from farcast.study.measuring import (
 )
 from farcast.study.replay import Hop, replay
 from farcast.study.rows import Row
-from farcast.study.settings import STAGES, StageName, StudySettings
-from farcast.study.streams import Stream
-
-Progress = Callable[[str, int, int], None]
+from farcast.study.settings import STAGES
+from farcast.study.setup import Setup, Tag
 
 LAW_RATES = (1e-6, 3e-6)
 FORMAT_NAMES = (
@@ -77,39 +75,6 @@ STICKY_RECIPES = (
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 
 
-class Setup(NamedTuple):
-    """What a figure is made of; `stream` records a stage's run if it is not there yet."""
-
-    settings: StudySettings
-    train: TrainConfig
-    stream: Callable[[StageName], Stream]
-    progress: Progress
-
-
-class Tag(NamedTuple):
-    """What the rows of one replay have in common."""
-
-    figure: str
-    model: str
-    stage: StageName
-    optimizer: OptimizerKind
-    lr: float
-
-    def row(self, step: int, format: str, **found: Any) -> Row:
-        """A row of the replay."""
-        return Row(
-            figure=self.figure,
-            model=self.model,
-            stage=self.stage,
-            loop="replay",
-            optimizer=self.optimizer,
-            lr=self.lr,
-            format=format,
-            step=step,
-            **found,
-        )
-
-
 def _moved_row(tag: Tag, hop: Hop, line: Line, old: Served, **more: Any) -> Row:
     """What a hop did to the served tensors of a recipe."""
     counts, law = counts_of(old, line.served, line.recipe), Law(old, line.recipe)
@@ -140,7 +105,7 @@ def law(setup: Setup) -> Iterator[Row]:
     for kind, fresh in cases:
         names = stream.hidden
         steps = replay(
-            stream, kind, setup.train, steps=settings.law_steps, names=names, fresh=fresh
+            stream, kind, setup.run.train, steps=settings.law_steps, names=names, fresh=fresh
         )
         for moment in steps:
             setup.progress(f"law: {kind}, step {moment.step}", moment.step, settings.law_steps)
@@ -154,7 +119,7 @@ def where(setup: Setup) -> Iterator[Row]:
     """The last of the law's steps, AdamW at its first rate, by parts of the model."""
     settings, stream = setup.settings, setup.stream("grpo")
     tag = Tag("where", settings.model, "grpo", "adamw", LAW_RATES[0])
-    for moment in replay(stream, "adamw", setup.train, steps=settings.law_steps):
+    for moment in replay(stream, "adamw", setup.run.train, steps=settings.law_steps):
         setup.progress(f"where: step {moment.step}", moment.step, settings.law_steps)
     hop = moment.masters(tag.lr, "adamw", stream.hidden)
     parts: dict[str, set[str]] = {}
@@ -193,7 +158,9 @@ def optimizers(setup: Setup) -> Iterator[Row]:
     kinds: tuple[tuple[OptimizerKind, ...], ...] = (("adamw",), ("muon", "muon_unscaled"), ("sgd",))
     for together in kinds:
         steps = settings.law_steps
-        for moment in replay(stream, together[0], setup.train, steps=steps, names=stream.hidden):
+        for moment in replay(
+            stream, together[0], setup.run.train, steps=steps, names=stream.hidden
+        ):
             setup.progress(f"optimizers: {together[0]}, step {moment.step}", moment.step, steps)
         for kind in together:
             for lr in settings.rates:
@@ -205,7 +172,7 @@ def formats(setup: Setup) -> Iterator[Row]:
     """The same matrices in every format, with AdamW; the newest version as an anchor, too."""
     settings, stream = setup.settings, setup.stream("grpo")
     steps = settings.law_steps
-    for moment in replay(stream, "adamw", setup.train, steps=steps, names=stream.hidden):
+    for moment in replay(stream, "adamw", setup.run.train, steps=steps, names=stream.hidden):
         setup.progress(f"formats: step {moment.step}", moment.step, steps)
     for lr in settings.format_rates:
         hop = moment.masters(lr, "adamw", stream.hidden)
@@ -220,28 +187,26 @@ def formats(setup: Setup) -> Iterator[Row]:
 
 def scales(setup: Setup) -> Iterator[Row]:
     """Scale policies over the law's steps, each version following from the one before."""
-    yield from _lines(setup, "scales", SCALE_RECIPES, setup.settings.law_steps, every=1)
+    yield from _lines(setup, "scales", SCALE_RECIPES, setup.settings.law_steps)
 
 
 def sticky(setup: Setup) -> Iterator[Row]:
-    """Thresholds along the whole run."""
-    yield from _lines(setup, "sticky", STICKY_RECIPES, setup.settings.steps, every=1)
+    """Thresholds along the whole run, and what they cost."""
+    yield from _lines(setup, "sticky", STICKY_RECIPES, setup.settings.steps)
+    yield from sticky_costs(setup)
 
 
-def _lines(
-    setup: Setup, figure: str, recipes: tuple[str, ...], steps: int, *, every: int
-) -> Iterator[Row]:
+def _lines(setup: Setup, figure: str, recipes: tuple[str, ...], steps: int) -> Iterator[Row]:
     settings, stream = setup.settings, setup.stream("grpo")
     tag = Tag(figure, settings.model, "grpo", "adamw", STAGES["grpo"].lr)
     lines: list[Line] = []
-    for moment in replay(stream, "adamw", setup.train, steps=steps, names=stream.hidden):
+    for moment in replay(stream, "adamw", setup.run.train, steps=steps, names=stream.hidden):
         setup.progress(f"{figure}: step {moment.step}", moment.step, steps)
         hop = moment.masters(tag.lr, "adamw", stream.hidden)
         lines = lines or [Line(recipe, hop.base) for recipe in recipes]
         for line in lines:
             old = line.advance(hop.target)
-            if moment.step % every == 0:
-                yield _moved_row(tag, hop, line, old)
+            yield _moved_row(tag, hop, line, old)
 
 
 def lag(setup: Setup) -> Iterator[Row]:
@@ -254,7 +219,7 @@ def lag(setup: Setup) -> Iterator[Row]:
         held: dict[tuple[str, int], Served] = {}
         sizes: dict[str, list[int]] = {recipe: [] for recipe in LAG_FORMATS}
         wanted = {steps - k: k for k in LAGS if k <= min(settings.largest_lag, steps - 1)}
-        for moment in replay(stream, "adamw", setup.train, steps=steps, names=stream.hidden):
+        for moment in replay(stream, "adamw", setup.run.train, steps=steps, names=stream.hidden):
             setup.progress(f"lag: rate {lr:g}, step {moment.step}", moment.step, steps)
             hop = moment.masters(lr, "adamw", stream.hidden)
             lines = lines or [Line(recipe, hop.base) for recipe in LAG_FORMATS]
@@ -296,7 +261,7 @@ def stages(setup: Setup) -> Iterator[Row]:
         yield from stream.record.rows
         last = settings.stage_steps
         tag = Tag("stages", settings.model, stage, "adamw", spec.lr)
-        for moment in replay(stream, "adamw", setup.train, steps=last, names=stream.hidden):
+        for moment in replay(stream, "adamw", setup.run.train, steps=last, names=stream.hidden):
             setup.progress(f"stages: {spec.title}, step {moment.step}", moment.step, last)
             if moment.step > max(last - 4, 0):
                 hop = moment.masters(spec.lr, "adamw", stream.hidden)

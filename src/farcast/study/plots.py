@@ -6,11 +6,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from farcast.study.rows import FigureRecord, Row
 from farcast.study.settings import STAGES
-from farcast.study.tables import OPTIMIZER_TITLES, factor, mean, series, steady
+from farcast.study.tables import OPTIMIZER_TITLES, factor, mean, percent, series, steady
 
 _INK = "#1f2933"
 _FAINT = "#d5dbe2"
@@ -74,7 +74,7 @@ def _powers(axis: Axes) -> None:
 
 def _legend(axis: Axes, **where: object) -> None:
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(frameon=False, fontsize=8, **where)  # type: ignore[arg-type]
+        axis.legend(frameon=False, fontsize=8, **where)
 
 
 def _line(axis: Axes, rows: Sequence[Row], *, x: Callable[[Row], float], **style: object) -> None:
@@ -86,7 +86,7 @@ def _line(axis: Axes, rows: Sequence[Row], *, x: Callable[[Row], float], **style
         [r.predicted_fraction or 0.0 for r in told],
         linestyle=_DASHED,
         linewidth=1.1,
-        color=style["color"],  # type: ignore[arg-type]
+        color=style["color"],
     )
 
 
@@ -102,7 +102,8 @@ def _law(axes: list[Axes], record: FigureRecord) -> None:
             style = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.4}
             _line(axis, line, x=lambda r: r.step, label=label, **style)
         _percents(axis, log=False)
-        axis.set_ylim(0, 1.08 * top)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_ylim(0, 1.2 * top)
         _legend(axis, loc="upper left")
 
 
@@ -161,7 +162,7 @@ def _over_rates(
     axes[1].axhline(1, color=_INK, linewidth=0.8, linestyle=_DASHED)
     for axis in axes:
         _powers(axis)
-    _legend(axes[1], loc="upper right")
+    _legend(axes[1], loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _optimizers(axes: list[Axes], record: FigureRecord) -> None:
@@ -173,24 +174,29 @@ def _formats(axes: list[Axes], record: FigureRecord) -> None:
 
 
 def _scales(axes: list[Axes], record: FigureRecord) -> None:
-    _prepare(axes[0], "Scales that moved, step by step", "step", "of all scales")
-    _prepare(axes[1], "Delta, step by step", "step", "bytes for a weight")
-    _prepare(axes[2], "Full copy / delta, after warm-up", "times smaller")
+    _prepare(axes[0], "Delta, step by step", "step", "bytes for a weight")
+    _prepare(axes[1], "Full copy / delta (scales that moved)", "times smaller")
     lines = series(record.rows, lambda r: r.format)
     for at, rows in enumerate(lines):
         style = _policy_style(rows[0].format)
         xs = [r.step for r in rows]
-        axes[0].plot(xs, [r.scales_changed or 0.0 for r in rows], **style)  # type: ignore[arg-type]
-        axes[1].plot(xs, [(r.bytes or 0) / r.weights for r in rows], **style)  # type: ignore[arg-type]
-        kept = mean(factor(r) for r in steady(rows, record.settings.warmup)) or 0.0
-        axes[2].barh(len(lines) - at, kept, color=style["color"], height=0.7)
-    axes[2].set_yticks(range(len(lines), 0, -1), [rows[0].format for rows in lines], fontsize=8)
-    _percents(axes[0], log=False)
-    axes[1].set_yscale("log")
-    axes[0].plot([], [], color=_INK, label="exact scales")
-    axes[0].plot([], [], color=_INK, linestyle=_DASHED, label="powers of two")
-    axes[0].plot([], [], color=_INK, linestyle=":", label="sticky scales")
-    _legend(axes[0], loc="center right")
+        axes[0].plot(xs, [(r.bytes or 0) / r.weights for r in rows], **style)  # type: ignore[arg-type]
+        kept = steady(rows, record.settings.warmup)
+        smaller = mean(factor(r) for r in kept) or 0.0
+        axes[1].barh(len(lines) - at, smaller, color=style["color"], height=0.7)
+        moved = percent(mean(r.scales_changed for r in kept))
+        axes[1].text(smaller, len(lines) - at, f" {moved}", va="center", fontsize=8, color=_INK)
+    axes[1].set_yticks(range(len(lines), 0, -1), [rows[0].format for rows in lines], fontsize=8)
+    axes[1].margins(x=0.15)
+    _log(axes[0])
+    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    for stroke, label in (
+        ("-", "exact scales"),
+        (_DASHED, "powers of two"),
+        (":", "sticky scales"),
+    ):
+        axes[0].plot([], [], color=_INK, linestyle=stroke, label=label)
+    _legend(axes[0], loc="upper right")
 
 
 def _policy_style(name: str) -> dict[str, object]:
@@ -225,7 +231,7 @@ def _lag(axes: list[Axes], record: FigureRecord) -> None:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         _percents(axis, log=True)
-        _legend(axis, loc="lower right")
+    _legend(axes[0], loc="upper left")
 
 
 def _stages(axes: list[Axes], record: FigureRecord) -> None:
@@ -283,7 +289,7 @@ _PLOTS: dict[str, tuple[int, Callable[[list[Axes], FigureRecord], None]]] = {
     "where": (3, _where),
     "optimizers": (2, _optimizers),
     "formats": (2, _formats),
-    "scales": (3, _scales),
+    "scales": (2, _scales),
     "lag": (3, _lag),
     "stages": (2, _stages),
     "sticky": (2, _sticky),

@@ -47,6 +47,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The newer version whole, as `farcast.delta` encodes it."""
     bytes_chain: int | None = None
     """The deltas of all versions between, together."""
+    apart: float | None = None
+    """Weights whose bits are not those of plain rounding."""
     kl: float | None = None
     """Nats a token from the plainly rounded policy to this one, on answers of the former."""
     reward: float | None = None

@@ -54,6 +54,8 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
     largest_lag: int = 64
     answers: int = 64
     """Answers that KL and reward are means over."""
+    cost_steps: int = 40
+    """Steps of the run that sticky rounding is judged by."""
 
     def stream_key(self, stage: StageName) -> "StudySettings":
         """These settings with everything at its default that the stage's gradients don't follow
@@ -69,6 +71,7 @@ class StudySettings(msgspec.Struct, frozen=True, kw_only=True):
             format_rates=defaults.format_rates,
             largest_lag=defaults.largest_lag,
             answers=defaults.answers,
+            cost_steps=defaults.cost_steps,
         )
 
 

@@ -7,18 +7,17 @@ FIGURE.png         its plot
 report.md          tables and plots of all figures that are there
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from farcast.config import RunConfig
-from farcast.study.figures import FIGURES, Setup
+from farcast.study.figures import FIGURES
 from farcast.study.rows import FigureRecord, StudyReport, write_csv
 from farcast.study.settings import StageName, StudySettings
-from farcast.study.streams import Stream, open_stream
-
-Progress = Callable[[str, int, int], None]
+from farcast.study.setup import Setup
+from farcast.study.streams import Progress, Stream, open_stream
 
 
 class Study:
@@ -42,7 +41,7 @@ class Study:
         held = self._held(name)
         if held is not None:
             return held, False
-        setup = Setup(self._settings, self._run.train, self._stream, self._progress)
+        setup = Setup(self._settings, self._model, self._run, self._stream, self._progress)
         record = FigureRecord(
             figure=name, settings=self._settings, rows=tuple(FIGURES[name](setup))
         )

@@ -30,7 +30,9 @@ def factor(row: Row) -> float | None:
 
 
 def times(number: float | None) -> str:
-    return "" if number is None else f"{number:.3g}x"
+    if number is None:
+        return ""
+    return f"{number:,.0f}x" if number >= 100 else f"{number:.3g}x"
 
 
 def size(count: float | None) -> str:
@@ -246,7 +248,8 @@ def _stages(record: FigureRecord) -> str:
 def _sticky(record: FigureRecord) -> str:
     lines = []
     plain: dict[str, tuple[float, float]] = {}
-    for rows in series(record.rows, lambda r: r.format):
+    trained = {row.format: row for row in record.rows if row.loop == "closed"}
+    for rows in series((r for r in record.rows if r.loop == "replay"), lambda r: r.format):
         late = [row for row in rows if row.step > rows[-1].step * 3 // 4]
         changed = fmean(row.changed_fraction for row in late)
         sent = fmean(row.bytes or 0 for row in late)
@@ -259,17 +262,17 @@ def _sticky(record: FigureRecord) -> str:
                 ratio(changed, kept_changed),
                 size(sent),
                 ratio(sent, kept_sent),
-                *_cost(rows),
+                *_cost(trained.get(rows[0].format)),
             )
         )
-    header = ("format", "changed", "of plain", "delta", "of plain", "KL, nats a token", "reward")
-    return _markdown(header, lines)
+    header = ("format", "changed", "of plain", "delta", "of plain")
+    return _markdown((*header, "apart from plain", "KL, nats a token", "reward"), lines)
 
 
-def _cost(rows: Sequence[Row]) -> tuple[str, str]:
-    kl = next((row.kl for row in reversed(rows) if row.kl is not None), None)
-    reward = next((row.reward for row in reversed(rows) if row.reward is not None), None)
-    return "" if kl is None else f"{kl:.2e}", "" if reward is None else f"{reward:.3f}"
+def _cost(row: Row | None) -> tuple[str, str, str]:
+    if row is None or row.kl is None or row.reward is None:
+        return "", "", ""
+    return percent(row.apart), f"{row.kl:.2e}", f"{row.reward:.3f}"
 
 
 _TABLES: dict[str, Callable[[FigureRecord], str]] = {
