@@ -183,6 +183,12 @@ def add_on_device(words: Tensor, places: Tensor, steps: Tensor, *, back: bool = 
         words[places] = words[places] - steps if back else words[places] + steps
 
 
+def put_on_device(words: Tensor, places: Tensor | tuple[Tensor, ...], new: Tensor) -> None:
+    """`words[places] = new`, in place. The places are distinct."""
+    with _writing(words):
+        words[places] = new
+
+
 def write_on_device(part: Tensor, new: Tensor) -> None:
     """`part[:] = new`, in place."""
     with _writing(part):

@@ -11,7 +11,7 @@ over by accident: nothing here has a way to.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -341,8 +341,9 @@ def _replace(blob: Blob, index: int, placed: Placed, bits: DeviceBits) -> None:
     placed.overwrite(span, device.to_device(new, bits.data.device), changed)
 
 
-def changed_words(old: DeviceBits, new: DeviceBits) -> "tuple[Any, torch.Tensor, torch.Tensor]":
-    """Where the words of two versions differ, ascending, and the words of both there. All stay
-    on the device."""
-    places = torch.nonzero(old.words != new.words).view(-1)
-    return places, old.words[places], new.words[places]
+def changed_places(old: DeviceBits, new: DeviceBits) -> torch.Tensor:
+    """Where the words of two versions differ, ascending; stays on the device."""
+    step = device.PIECE_WORDS
+    pieces = zip(old.words.split(step), new.words.split(step), strict=True)
+    found = [torch.nonzero(a != b).view(-1) + i * step for i, (a, b) in enumerate(pieces)]
+    return torch.cat(found) if found else old.data.new_empty(0, dtype=torch.int64)

@@ -2,7 +2,8 @@
 
 Staging compares the new bits with the live ones and keeps, per tensor, the positions that
 differ with their new and old words. Committing writes the words. Tensors keep their identity
-and address, so aliases, views and captured graphs follow.
+and address, so aliases, views and captured graphs follow. Of a tensor that is read on a device all
+of this stays there.
 
 Refuses to convert, broadcast or cast: what differs in name, shape or dtype is an error that
 lists it, and nothing is written. Refuses to report a version whose derived caches were not
@@ -11,15 +12,18 @@ confirmed to be out of reach.
 
 import abc
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from farcast.delta import AnyBits, entry_of, to_bits, words_of
+from farcast.delta import AnyBits, TensorBits, entry_of, to_bits, words_of
 from farcast.errors import TargetChangedError, TargetError, TensorMismatchError
 from farcast.replica.base import Check, Draft, Goal, Target
 from farcast.replica.words import Positions, Words
 from farcast.types import TensorEntry
+
+if TYPE_CHECKING:
+    from farcast.replica.device_words import DeviceWords
 
 WHOLE = 4
 """A tensor of which more than one word in this many changes is written as a whole: a position
@@ -36,10 +40,9 @@ class Place(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-class _Change(NamedTuple):
-    """`positions` count words in C order; None means all of them."""
+class _Words(NamedTuple):
+    """Words to write, and those before. `positions` count words in C order; None means all."""
 
-    name: str
     positions: Positions | None
     new: Words
     old: Words
@@ -91,6 +94,12 @@ class LiveTarget(Target):
     @abc.abstractmethod
     def _poke(self, name: str, positions: Positions | None, words: Words) -> None:
         """Overwrite the live words at `positions`."""
+
+    def _memory(self, name: str) -> Any:
+        """The live words of a tensor whose bits `read` gives on a device: a torch tensor of
+        integers in the memory itself, in any strides. Of such a tensor no word is peeked or
+        poked."""
+        raise TargetError(f"{name[:80]!r} does not lie on a device.")
 
     def _survey(self) -> None:
         """Look at the model anew; its tensors may have moved since the last time."""
@@ -151,15 +160,9 @@ class _LiveDraft(Draft):
         self._begun = 0
 
     def _add(self, name: str, bits: AnyBits) -> None:
-        new = words_of(to_bits(bits))
-        old = words_of(to_bits(self._target.read(name)))
-        positions = np.flatnonzero(new != old)
-        if not positions.size:
-            return
-        if positions.size * WHOLE > new.size:
-            self._changes.append(_Change(name, None, new, old.copy()))
-        else:
-            self._changes.append(_Change(name, positions, new[positions], old[positions]))
+        change = _change(self._target, name, bits)
+        if change is not None:
+            self._changes.append(change)
 
     def _seal(self) -> None:
         self._changes.sort(key=lambda change: change.name)
@@ -170,7 +173,7 @@ class _LiveDraft(Draft):
                 "The target's tensors were replaced since this version was staged; stage it again."
             )
         for change in self._changes:
-            if not self._has(change, change.old):
+            if not change.is_undone():
                 raise TargetChangedError(
                     f"Somebody else wrote into {change.name[:80]!r} since this version was "
                     "staged; stage it again."
@@ -179,15 +182,15 @@ class _LiveDraft(Draft):
     def write(self) -> None:
         for number, change in enumerate(self._changes, start=1):
             self._begun = number
-            self._target._poke(change.name, change.positions, change.new)
+            change.write()
         self._refresh()
 
     def undo(self) -> None:
         # Backwards, since tensors may overlap: the first one written holds the oldest words.
         for change in reversed(self._changes[: self._begun]):
-            self._target._poke(change.name, change.positions, change.old)
+            change.undo()
         for change in self._changes[: self._begun]:
-            if not self._has(change, change.old):
+            if not change.is_undone():
                 raise TargetError(f"The old words of {change.name[:80]!r} could not be restored.")
         self._refresh()
 
@@ -198,10 +201,6 @@ class _LiveDraft(Draft):
             for name in target._sharing(names)
             if target.holds(name)
         }
-
-    def _has(self, change: _Change, words: Words) -> bool:
-        live = self._target._peek(change.name, change.positions)
-        return np.array_equal(live, words)
 
     def _refresh(self) -> None:
         if self._target._refresh() is not True:
@@ -215,6 +214,77 @@ class _LiveDraft(Draft):
 
     def _discard(self) -> None:
         self._changes.clear()
+
+
+class _Change(abc.ABC):
+    """The words of one tensor that differ between two versions."""
+
+    def __init__(self, target: LiveTarget, name: str) -> None:
+        self._target, self.name = target, name
+
+    @abc.abstractmethod
+    def write(self) -> None:
+        """Write the new words."""
+
+    @abc.abstractmethod
+    def undo(self) -> None:
+        """Write the old ones."""
+
+    @abc.abstractmethod
+    def is_undone(self) -> bool:
+        """Whether the live words are the old ones."""
+
+
+class _HostChange(_Change):
+    """Of a tensor whose words come to the host, as those of most targets do."""
+
+    def __init__(self, target: LiveTarget, name: str, words: _Words) -> None:
+        super().__init__(target, name)
+        self._words = words
+
+    def write(self) -> None:
+        self._target._poke(self.name, self._words.positions, self._words.new)
+
+    def undo(self) -> None:
+        self._target._poke(self.name, self._words.positions, self._words.old)
+
+    def is_undone(self) -> bool:
+        live = self._target._peek(self.name, self._words.positions)
+        return np.array_equal(live, self._words.old)
+
+
+class _DeviceChange(_Change):
+    """Of a tensor on a device."""
+
+    def __init__(self, target: LiveTarget, name: str, words: "DeviceWords") -> None:
+        super().__init__(target, name)
+        self._words = words
+
+    def write(self) -> None:
+        self._words.write(self._target._memory(self.name))
+
+    def undo(self) -> None:
+        self._words.write(self._target._memory(self.name), old=True)
+
+    def is_undone(self) -> bool:
+        return self._words.are_old(self._target._memory(self.name))
+
+
+def _change(target: LiveTarget, name: str, bits: AnyBits) -> _Change | None:
+    """What turns the live bits into `bits`; None if nothing does."""
+    live = target.read(name)
+    if not isinstance(live, TensorBits):
+        from farcast.replica.device_words import words_to_write
+
+        placed = words_to_write(live, bits, whole=WHOLE)
+        return None if placed is None else _DeviceChange(target, name, placed)
+    new, old = words_of(to_bits(bits)), words_of(live)
+    positions = np.flatnonzero(new != old)
+    if not positions.size:
+        return None
+    if positions.size * WHOLE > new.size:
+        return _HostChange(target, name, _Words(None, new, old.copy()))
+    return _HostChange(target, name, _Words(positions, new[positions], old[positions]))
 
 
 def check_fit(

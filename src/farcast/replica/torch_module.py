@@ -6,7 +6,8 @@ CPU other threads see each element change as a whole; that they see all of them 
 is the job of the engine's gate, around `commit`.
 
 On an accelerator the gate must also have waited for the kernels that read the weights; writes
-have ended when `commit` returns, since it reads the tensors back.
+have ended when `commit` returns, since it reads the tensors back. Tensors on a CUDA device are
+compared, changed and hashed there.
 
 Refuses modules whose tensors are not plain memory of one process (meta, sparse, quantised,
 sharded), and never creates, resizes or replaces a tensor.
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from farcast.delta import TensorBits, to_bits
+from farcast.delta import AnyBits, held_bits, to_bits
+from farcast.delta.device import to_device, to_host
 from farcast.errors import TargetError, TensorMismatchError
 from farcast.formats import canonical_names
 from farcast.replica.base import Check
@@ -77,11 +79,11 @@ class TorchModule(LiveTarget):
     def module(self) -> torch.nn.Module:
         return self._module
 
-    def read(self, name: str) -> TensorBits:
+    def read(self, name: str) -> AnyBits:
         slot = self._slots.get(name)
         if slot is None:
             raise TargetError(f"The module has no tensor {name[:80]!r}; map its name with `names`.")
-        return to_bits(slot.tensor.detach())
+        return held_bits(slot.tensor.detach())
 
     # --- holes -------------------------------------------------------------------------------
 
@@ -97,8 +99,8 @@ class TorchModule(LiveTarget):
             flat = _flat(integers.numpy())
             return _unsigned(np.array(flat[:] if positions is None else flat[positions]))
         if positions is None:
-            return _unsigned(integers.reshape(-1).cpu().numpy())
-        return _unsigned(integers[_index(integers, positions)].cpu().numpy())
+            return _unsigned(to_host(integers.reshape(-1)))
+        return _unsigned(to_host(integers[_index(integers, positions)]))
 
     def _poke(self, name: str, positions: Positions | None, words: Words) -> None:
         integers = _integers(self._slots[name].tensor)
@@ -107,11 +109,14 @@ class TorchModule(LiveTarget):
             _flat(array)[slice(None) if positions is None else positions] = words.view(array.dtype)
             return
         signed = words if words.dtype == np.uint8 else words.view(f"i{words.itemsize}")
-        values = torch.from_numpy(np.ascontiguousarray(signed)).to(integers.device)
+        values = to_device(np.ascontiguousarray(signed), integers.device)
         if positions is None:
             integers.copy_(values.reshape(integers.shape))
         else:
             integers[_index(integers, positions)] = values
+
+    def _memory(self, name: str) -> torch.Tensor:
+        return _integers(self._slots[name].tensor)
 
     def _identity(self) -> object:
         """Objects and addresses: a parameter that was replaced would not see our writes."""
@@ -224,4 +229,4 @@ def _unsigned(array: np.ndarray[Any, Any]) -> Words:
 def _index(integers: torch.Tensor, positions: Positions) -> tuple[torch.Tensor, ...]:
     """C-order positions as coordinates, so that strided tensors are reached too."""
     coordinates = np.unravel_index(positions, tuple(integers.shape))
-    return tuple(torch.from_numpy(axis).to(integers.device) for axis in coordinates)
+    return tuple(to_device(axis, integers.device) for axis in coordinates)

@@ -3,7 +3,7 @@
 A bf16 value is the upper half of the float32 with the same value, so widening loses nothing and
 the live weights still say which version they are: the lower half of every word must be zero, and
 the upper half is the served bits. For CPUs without bf16 instructions, which compute several times
-faster in float32.
+faster in float32, so the float32 tensors of a module on a device are read through the host.
 
 Refuses a float32 tensor that holds anything but bf16 values.
 """
@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from farcast.delta import TensorBits
+from farcast.delta import AnyBits, TensorBits, to_bits
 from farcast.errors import TensorMismatchError
 from farcast.replica.live import Place
 from farcast.replica.torch_module import TorchModule
@@ -25,10 +25,11 @@ _WIDE, _SERVED = "F32", "BF16"
 class WidenedModule(TorchModule):
     """As `TorchModule`; its float32 tensors stand for bf16 ones of the same shape."""
 
-    def read(self, name: str) -> TensorBits:
+    def read(self, name: str) -> AnyBits:
         bits = super().read(name)
         if bits.dtype != _WIDE:
             return bits
+        bits = to_bits(bits)
         words = self._narrowed(name, cast(Words, bits.data.view(np.uint32)))
         return TensorBits(_SERVED, bits.shape, words.view(np.uint8))
 
