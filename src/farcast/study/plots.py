@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,13 +28,14 @@ _COLOURS = (
     "#94a3b8",
 )
 _DASHED = (0, (4, 2))
+_WINDOW = 8
 
 
 def plot(record: FigureRecord, path: Path) -> None:
     """Write the figure's plot; the file's suffix chooses PNG, PDF or SVG."""
     panels, draw = _PLOTS[record.figure]
     figure = Figure(
-        figsize=(1.5 + 4.6 * panels, 4.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12)
+        figsize=(1.7 + 4.9 * panels, 4.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12)
     )
     axes = figure.subplots(1, panels, squeeze=False)[0]
     draw(list(axes), record)
@@ -75,6 +77,13 @@ def _powers(axis: Axes) -> None:
 def _legend(axis: Axes, **where: object) -> None:
     if axis.get_legend_handles_labels()[0]:
         axis.legend(frameon=False, fontsize=8, **where)
+
+
+def _legend_beside(axes: list[Axes]) -> None:
+    """One for all panels, right of the last."""
+    handles, labels = axes[0].get_legend_handles_labels()
+    where = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+    axes[-1].legend(handles, labels, frameon=False, fontsize=8, **where)
 
 
 def _line(axis: Axes, rows: Sequence[Row], *, x: Callable[[Row], float], **style: object) -> None:
@@ -152,17 +161,17 @@ def _over_rates(
     _prepare(axes[1], "Full copy / delta", "learning rate", "times smaller")
     for colour, rows in zip(_COLOURS, series(record.rows, key), strict=False):
         style = {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.4}
-        label = titles(key(rows[0]))
-        _line(axes[0], [r for r in rows if r.changed_fraction], x=lambda r: r.lr, **style)
+        shown = [r for r in rows if r.changed_fraction]
+        _line(axes[0], shown, x=lambda r: r.lr, label=titles(key(rows[0])), **style)
         found = [(r.lr, times) for r in rows if (times := factor(r)) is not None]
         xs, ys = [x for x, _ in found], [y for _, y in found]
-        axes[1].plot(xs, ys, label=label, **style)  # type: ignore[arg-type]
+        axes[1].plot(xs, ys, **style)  # type: ignore[arg-type]
     _percents(axes[0], log=True)
     _log(axes[1])
     axes[1].axhline(1, color=_INK, linewidth=0.8, linestyle=_DASHED)
     for axis in axes:
         _powers(axis)
-    _legend(axes[1], loc="upper left", bbox_to_anchor=(1, 1))
+    _legend_beside(axes)
 
 
 def _optimizers(axes: list[Axes], record: FigureRecord) -> None:
@@ -231,7 +240,7 @@ def _lag(axes: list[Axes], record: FigureRecord) -> None:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         _percents(axis, log=True)
-    _legend(axes[0], loc="upper left")
+    _legend(axes[0], loc="upper left", bbox_to_anchor=(0, 0.94))
 
 
 def _stages(axes: list[Axes], record: FigureRecord) -> None:
@@ -254,34 +263,39 @@ def _stages(axes: list[Axes], record: FigureRecord) -> None:
     _percents(axes[0], log=True)
     _log(axes[1])
     axes[1].axhline(1, color=_INK, linewidth=0.8, linestyle=_DASHED)
-    names = [STAGES[s].title.replace(", ", ",\n") + f"\n{STAGES[s].lr:g}" for s in stages]
+    names = [
+        fill(STAGES[s].title, 12, break_on_hyphens=False) + f"\n{STAGES[s].lr:g}" for s in stages
+    ]
     for axis in axes:
-        axis.set_xticks(range(len(stages)), names, fontsize=7.5)
-    _legend(axes[0], loc="upper left")
+        axis.set_xticks(range(len(stages)), names, fontsize=7)
+    _legend_beside(axes)
 
 
 def _sticky(axes: list[Axes], record: FigureRecord) -> None:
-    _prepare(axes[0], "Weights changed by a step", "step")
-    _prepare(axes[1], "Delta, of plain rounding's", "step", "mean of eight steps")
+    """Means of as many steps, since 4-bit formats change few codes at a time."""
+    _prepare(axes[0], f"Weights changed by a step, mean of {_WINDOW}", "step")
+    _prepare(axes[1], "Delta, of plain rounding's", "step")
     lines = series((r for r in record.rows if r.loop == "replay"), lambda r: r.format)
     plain = {rows[0].format: rows for rows in lines if "-" not in rows[0].format}
     for colour, rows in zip(_COLOURS, lines, strict=False):
         name = rows[0].format
-        style = {"color": colour, "linewidth": 1.4}
-        xs = [r.step for r in rows]
-        axes[0].plot(xs, [r.changed_fraction for r in rows], label=name, **style)  # type: ignore[arg-type]
+        style = {"color": colour, "linewidth": 1.4, "label": name}
+        steps = [row.step for row in rows][_WINDOW - 1 :]
+        axes[0].plot(steps, _moving([r.changed_fraction for r in rows]), **style)  # type: ignore[arg-type]
         base = plain[name.partition("-")[0]]
         if base is not rows:
-            share = [
-                sum(r.bytes or 0 for r in rows[max(0, i - 7) : i + 1])
-                / max(sum(r.bytes or 0 for r in base[max(0, i - 7) : i + 1]), 1)
-                for i in range(len(rows))
-            ]
-            axes[1].plot(xs, share, label=name, **style)  # type: ignore[arg-type]
+            pairs = zip(
+                *(_moving([r.bytes or 0 for r in line]) for line in (rows, base)), strict=True
+            )
+            axes[1].plot(steps, [own / full for own, full in pairs], **style)  # type: ignore[arg-type]
     _percents(axes[0], log=True)
     _percents(axes[1], log=False)
-    _legend(axes[0], loc="lower right")
-    _legend(axes[1], loc="lower right")
+    _legend_beside(axes)
+
+
+def _moving(numbers: Sequence[float]) -> list[float]:
+    """Means of `_WINDOW` in a row."""
+    return [sum(numbers[at : at + _WINDOW]) / _WINDOW for at in range(len(numbers) - _WINDOW + 1)]
 
 
 _PLOTS: dict[str, tuple[int, Callable[[list[Axes], FigureRecord], None]]] = {

@@ -24,6 +24,11 @@ def ratio(one: float | None, other: float | None) -> str:
     return f"{one / other:.3f}" if one and other else ""
 
 
+def share(one: float | None, other: float | None) -> str:
+    """One as a share of the other, and nothing where either is missing or zero."""
+    return percent(one / other) if one and other else ""
+
+
 def factor(row: Row) -> float | None:
     """How many times smaller the delta is than the served tensors."""
     return row.bytes_full / row.bytes if row.bytes and row.bytes_full else None
@@ -121,11 +126,19 @@ def _where(record: FigureRecord) -> str:
             percent(row.predicted_fraction),
             ratio(row.predicted_fraction, row.changed_fraction),
         )
-        for row in record.rows
+        for row in sorted(record.rows, key=_part)
         if not row.group.startswith("exponent=") or row.weights >= total / 1000
     ]
     header = ("weights", "of the sample", "changed", "predicted", "predicted / changed")
     return _markdown(header, lines)
+
+
+def _part(row: Row) -> tuple[int, float]:
+    """Kinds, then layers, then exponents from the largest."""
+    part, _, value = row.group.partition("=")
+    if part == "kind":
+        return 0, 0.0
+    return (1, float(value)) if part == "layer" else (2, -float(value))
 
 
 def _optimizers(record: FigureRecord) -> str:
@@ -147,15 +160,13 @@ def _formats(record: FigureRecord) -> str:
     for rows in series(record.rows, lambda r: r.format):
         at = {row.lr: row for row in rows}
         first = rows[0]
-        anchor = None if first.bytes_anchor is None else (first.bytes_full or 0)
         cells = [
             f"{percent(at[lr].changed_fraction)}, {times(factor(at[lr]))}" if lr in at else ""
             for lr in rates
         ]
-        scales = percent(mean(row.scales_changed for row in rows))
-        anchored = times(anchor / first.bytes_anchor) if anchor and first.bytes_anchor else ""
-        lines.append((f"`{first.format}`", size(first.bytes_full), anchored, scales, *cells))
-    header = ("format", "full copy", "anchor", "scales moved", *(f"{lr:g}" for lr in rates))
+        anchored = times((first.bytes_full or 0) / first.bytes_anchor) if first.bytes_anchor else ""
+        lines.append((f"`{first.format}`", size(first.bytes_full), anchored, *cells))
+    header = ("format", "full copy", "anchor", *(f"{lr:g}" for lr in rates))
     return _markdown(header, lines)
 
 
@@ -198,8 +209,8 @@ def _lag(record: FigureRecord) -> str:
             percent(row.changed_fraction),
             size(row.bytes),
             size(row.bytes_chain),
-            ratio(row.bytes, row.bytes_chain),
-            ratio(row.bytes, row.bytes_anchor),
+            share(row.bytes, row.bytes_chain),
+            share(row.bytes, row.bytes_anchor),
         )
         for row in record.rows
     ]
@@ -230,7 +241,7 @@ def _stages(record: FigureRecord) -> str:
                 percent(mean(row.predicted_fraction for row in kept)),
                 percent(mean(row.actual_fraction for row in kept)),
                 times(mean(factor(row) for row in kept)),
-                ratio(last.bytes, last.bytes_anchor),
+                share(last.bytes, last.bytes_anchor),
             )
         )
     header = (
