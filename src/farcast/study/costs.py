@@ -1,6 +1,7 @@
 """What sticky rounding costs the policy: the whole model trained by GRPO, and its versions served
 under several thresholds at once. At the run's end each is compared with plain rounding, on the
-same questions: KL of the next token over the whole vocabulary, and reward."""
+same questions: KL of the next token over the whole vocabulary, and reward. So is the policy that
+the run began with: what a threshold costs is much if it is as far away."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,31 +28,39 @@ class _Asked(NamedTuple):
 
 
 def sticky_costs(setup: Setup) -> Iterator[Row]:
-    """A row for each recipe at the run's last step."""
+    """A row for each recipe at the run's last step, and one of step 0 for its beginning."""
     settings, spec = setup.settings, STAGES["grpo"]
     train = replace(setup.run.train, learning_rate=spec.lr, warmup_steps=settings.warmup)
     run = replace(setup.run, train=train)
     policy = make_policy(setup.model, run, from_scratch=False, seed=settings.seed)
     course = make_course("grpo", policy, setup.model, run, settings)
     lines = [Line(recipe, policy.masters()) for recipe in RECIPES]
-    before = [line.served for line in lines]
-    for step in range(1, settings.cost_steps + 1):
+    start = lines[0].served
+    for step in range(1, settings.cost_steps):
         setup.progress(f"sticky: trained, step {step}", step, settings.cost_steps)
         course.step(step, policy)
-        before = [line.advance(policy.masters()) for line in lines]
+        for line in lines:
+            line.advance(policy.masters())  # what it returns goes at once: whole models are large
+    course.step(settings.cost_steps, policy)
+    before = [line.advance(policy.masters()) for line in lines]
     judge = _Judge(policy, Sampler(policy.module, setup.model, run, settings), settings.answers)
     tag = Tag("sticky", settings.model, "grpo", "adamw", spec.lr, loop="closed")
-    for line, old in zip(lines, before, strict=True):
-        counts = counts_of(old, line.served, line.recipe)
-        kl, reward = judge.verdict(line.served)
+    versions = [(0, lines[0].recipe, start, start)]
+    versions += [
+        (settings.cost_steps, line.recipe, old, line.served)
+        for line, old in zip(lines, before, strict=True)
+    ]
+    for step, recipe, old, new in versions:
+        counts = counts_of(old, new, recipe)
+        kl, reward = judge.verdict(new)
         yield tag.row(
-            settings.cost_steps,
-            line.recipe.name,
+            step,
+            recipe.name,
             weights=counts.weights,
             changed_fraction=counts.fraction,
-            bytes=delta_bytes(old, line.served),
-            bytes_full=full_bytes(line.served),
-            apart=_apart(lines[0].served, line.served),
+            bytes=delta_bytes(old, new),
+            bytes_full=full_bytes(new),
+            apart=_apart(lines[0].served, new),
             kl=kl,
             reward=reward,
         )

@@ -205,7 +205,7 @@ def _scales(axes: list[Axes], record: FigureRecord) -> None:
         (":", "sticky scales"),
     ):
         axes[0].plot([], [], color=_INK, linestyle=stroke, label=label)
-    _legend(axes[0], loc="upper right")
+    _legend_beside(axes)
 
 
 def _policy_style(name: str) -> dict[str, object]:

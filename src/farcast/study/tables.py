@@ -259,7 +259,8 @@ def _stages(record: FigureRecord) -> str:
 def _sticky(record: FigureRecord) -> str:
     lines = []
     plain: dict[str, tuple[float, float]] = {}
-    trained = {row.format: row for row in record.rows if row.loop == "closed"}
+    closed = [row for row in record.rows if row.loop == "closed"]
+    trained = {row.format: row for row in closed if row.step > 0}
     for rows in series((r for r in record.rows if r.loop == "replay"), lambda r: r.format):
         late = [row for row in rows if row.step > rows[-1].step * 3 // 4]
         changed = fmean(row.changed_fraction for row in late)
@@ -276,6 +277,8 @@ def _sticky(record: FigureRecord) -> str:
                 *_cost(trained.get(rows[0].format)),
             )
         )
+    for start in (row for row in closed if row.step == 0):
+        lines.append(("before the run", "", "", "", "", *_cost(start)))
     header = ("format", "changed", "of plain", "delta", "of plain")
     return _markdown((*header, "apart from plain", "KL, nats a token", "reward"), lines)
 
