@@ -6,8 +6,9 @@ names, dtypes and shapes for free, and carry no digests: both favour them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from farcast.bench.data import Change
 from farcast.delta import Patch, TensorBits, encode_bits, entry_of
@@ -36,8 +37,16 @@ class Coding(ABC):
     """Whether the new bits are hashed by the writer and verified by the reader."""
     anchors = False
     """Whether it can code whole tensors without a base."""
+    threads: int | None = None
+    """How many threads it works on; None where it knows of none, and others divide the tensors."""
     own_threads = False
     """It starts threads itself, so that one core is not what its speed is for."""
+
+    def on(self, threads: int) -> Self:
+        """The same coding on so many threads."""
+        other = copy(self)
+        other.threads = threads
+        return other
 
     @abstractmethod
     def encode(self, change: Change) -> Encoded: ...
@@ -54,18 +63,20 @@ class Farcast(Coding):
     origin = "own"
     digests = True
     anchors = True
+    threads: int = 1
 
     def __init__(self, change: Change) -> None:
         self._base = _entries(change.base)
 
     def encode(self, change: Change) -> Encoded:
-        data = encode_bits(change.base, change.target, base_entries=self._base).data
+        data = encode_bits(
+            change.base, change.target, base_entries=self._base, threads=self.threads
+        ).data
         return Encoded(data, len(data))
 
     def decode(self, encoded: Encoded, buffers: Buffers) -> None:
-        patch = Patch.open(encoded.payload)
-        for name in patch.entries:
-            patch.apply_into(name, buffers[name], verify=self.digests)
+        patch = Patch.open(encoded.payload, threads=self.threads)
+        patch.apply_all(buffers, verify=self.digests, threads=self.threads)
 
 
 class FarcastAlone(Farcast):
@@ -81,7 +92,11 @@ class FarcastAlone(Farcast):
 
     def encode(self, change: Change) -> Encoded:
         data = encode_bits(
-            change.base, change.target, base_entries=self._base, target_entries=self._target
+            change.base,
+            change.target,
+            base_entries=self._base,
+            target_entries=self._target,
+            threads=self.threads,
         ).data
         return Encoded(data, len(data))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -53,6 +54,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     decode_of_memcpy: float
     encode_two_cores: float | None
     decode_two_cores: float | None
+    copy_two_cores: float | None
     encode_scratch_bytes: int
     decode_scratch_bytes: int
     digests: bool
@@ -70,7 +72,9 @@ FIELDS = {
     "over_bound": "bits_per_changed / bound_bits",
     "encode_gb_s": "10^9 bytes of the served version a second, one core; so too decode, memcpy",
     "encode_of_memcpy": "encode_gb_s / memcpy_gb_s; so too decode",
-    "encode_two_cores": "speed on two threads over speed on one; null: not measured",
+    "encode_two_cores": "speed on two threads over speed on one; null: not measured. Codings that "
+    "know of no threads are given half of the tensors in each; see `copy_two_cores`",
+    "copy_two_cores": "the same of the copy: where memory is the limit, no coding gains more",
     "encode_scratch_bytes": "most memory held beyond base, target and receiver's buffers, the "
     "result included; the larger of what Python traced and what the process grew by",
     "digests": "whether digests of the tensors are made by encode and verified by decode",
@@ -107,10 +111,13 @@ class Buffers:
             else:
                 np.copyto(array, base.data)
 
-    def copy_target(self) -> None:
-        """The memcpy that speeds are compared with: every served byte once."""
+    def copy_target(self, pieces: int = 1, piece: int = 0) -> None:
+        """The memcpy that speeds are compared with: every served byte once; or one of so many
+        pieces of each tensor."""
         for name, bits in self._change.target.items():
-            np.copyto(self.arrays[name], bits.data)
+            size = bits.data.size
+            part = slice(piece * size // pieces, (piece + 1) * size // pieces)
+            np.copyto(self.arrays[name][part], bits.data[part])
 
     def check(self, coding: Coding) -> None:
         for name, bits in self._change.target.items():
@@ -128,6 +135,7 @@ class Timings:
     memcpy: list[float] = field(default_factory=list)
     encode: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
+    memcpy_two: list[float] = field(default_factory=list)
     encode_two: list[float] = field(default_factory=list)
     decode_two: list[float] = field(default_factory=list)
 
@@ -138,15 +146,19 @@ def measure(
     """One row. Raises `IntegrityError` when the coding does not give back the target's bits."""
     buffers = Buffers(change)
     with ThreadPoolExecutor(CORES) as pool:
-        halves = _halves(change) if two_cores and not coding.own_threads else None
+        on_two = _on_two_cores(coding, change, pool) if two_cores else None
         encoded = _round(coding, change, buffers, Timings())
         scratch = _scratch(coding, change, buffers)
         timings = Timings()
         started = time.perf_counter()
         while not _enough(timings, effort, time.perf_counter() - started):
             encoded = _round(coding, change, buffers, timings)
-            if halves is not None:
-                _round_on_two(coding, halves, buffers, timings, pool)
+            if on_two is not None:
+                with _clocked(timings.memcpy_two):
+                    list(pool.map(partial(buffers.copy_target, CORES), range(CORES)))
+                buffers.reset()
+                on_two(buffers, timings)
+                buffers.check(coding)
     return _row(coding, change, bounds, encoded.nbytes, timings, scratch)
 
 
@@ -162,19 +174,38 @@ def _round(coding: Coding, change: Change, buffers: Buffers, timings: Timings) -
     return encoded
 
 
-def _round_on_two(
+def _on_two_cores(
+    coding: Coding, change: Change, pool: ThreadPoolExecutor
+) -> Callable[[Buffers, Timings], None] | None:
+    """What codes and decodes the change on two cores, timed; None where nothing can."""
+    if coding.own_threads:
+        return None
+    if coding.threads is not None:
+        other = coding.on(CORES)
+        _code_itself(other, change, Buffers(change), Timings())  # warms its threads
+        return partial(_code_itself, other, change)
+    halves = _halves(change)
+    return None if halves is None else partial(_code_halves, coding, halves, pool)
+
+
+def _code_itself(coding: Coding, change: Change, buffers: Buffers, timings: Timings) -> None:
+    with _clocked(timings.encode_two):
+        encoded = coding.encode(change)
+    with _clocked(timings.decode_two):
+        coding.decode(encoded, buffers.arrays)
+
+
+def _code_halves(
     coding: Coding,
     halves: list[Change],
+    pool: ThreadPoolExecutor,
     buffers: Buffers,
     timings: Timings,
-    pool: ThreadPoolExecutor,
 ) -> None:
-    buffers.reset()
     with _clocked(timings.encode_two):
         encoded = list(pool.map(coding.encode, halves))
     with _clocked(timings.decode_two):
         list(pool.map(lambda one: coding.decode(one, buffers.arrays), encoded))
-    buffers.check(coding)
 
 
 def _enough(timings: Timings, effort: Effort, seconds: float) -> bool:
@@ -294,6 +325,7 @@ def _row(
         decode_of_memcpy=memcpy / decode,
         encode_two_cores=_gain(timings.encode, timings.encode_two),
         decode_two_cores=_gain(timings.decode, timings.decode_two),
+        copy_two_cores=_gain(timings.memcpy, timings.memcpy_two),
         encode_scratch_bytes=scratch[0],
         decode_scratch_bytes=scratch[1],
         digests=coding.digests,

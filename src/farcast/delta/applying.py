@@ -24,6 +24,7 @@ from farcast.delta.blocks import (
     read_whole,
 )
 from farcast.delta.conditioned import PLAIN, Field, Parameters
+from farcast.delta.crew import Crew
 from farcast.errors import FormatError
 
 WRONG_COUNT = "A delta has another number of changes than it says; fetch it again."
@@ -51,6 +52,14 @@ class Applied:
         self._buffer[span] = new
         self.changed += _differing(old, new, self._bits) if changed is None else changed
 
+    def include(self, other: "Applied", start: int) -> None:
+        """Take over the changes made to a part of the buffer, from byte `start` on."""
+        for span, places, changes in other._moved:
+            self._moved.append((_later(span, start), places, changes))
+        for span, old in other._whole:
+            self._whole.append((_later(span, start), old))
+        self.changed += other.changed
+
     def undo(self) -> None:
         """Give the buffer its old bits again."""
         for span, places, changes in self._moved:
@@ -58,6 +67,16 @@ class Applied:
         for span, old in self._whole:
             self._buffer[span] = old
         self._moved, self._whole, self.changed = [], [], 0
+
+
+def _pieces(count: int, most: int) -> list[range]:
+    """So many blocks as at most so many runs of about the same length."""
+    most = min(count, most)
+    return [range(i * count // most, (i + 1) * count // most) for i in range(most)]
+
+
+def _later(span: slice, start: int) -> slice:
+    return slice(span.start + start, span.stop + start)
 
 
 def _differing(old: Bytes, new: Bytes, bits: int) -> int:
@@ -97,13 +116,47 @@ class Blob:
             raise FormatError("A delta lacks the table of a block; refuse its source.")
         return kind
 
-    def apply(self, buffer: Bytes, changed: int) -> Applied:
+    def apply(self, buffer: Bytes, changed: int, threads: int = 1) -> Applied:
         """Change the whole tensor in `buffer`, in place, or leave it as it was and raise."""
-        applied = self.apply_range(0, len(self.spans), buffer, changed)
+        applied = Applied(buffer, self.layout.bits)
+
+        def apply_piece(piece: range) -> Applied | Exception:
+            span = self._bytes_of(piece)
+            try:
+                return self.apply_range(piece.start, piece.stop, buffer[span], changed)
+            except Exception as error:  # noqa: BLE001 - raised once the other pieces are done
+                return error
+
+        errors: list[Exception] = []
+        with Crew(threads) as crew:
+            pieces = _pieces(len(self.spans), crew.threads)
+            for piece, done in zip(pieces, crew.each(apply_piece, pieces), strict=True):
+                if isinstance(done, Exception):
+                    errors.append(done)
+                else:
+                    applied.include(done, self._bytes_of(piece).start)
+        if errors:
+            applied.undo()
+            raise errors[0]
         if applied.changed != changed:
             applied.undo()
             raise FormatError(WRONG_COUNT)
         return applied
+
+    def fill(self, buffer: Bytes, threads: int = 1) -> None:
+        """Write a tensor whose blocks need no base."""
+
+        def fill_block(index: int) -> None:
+            start, end = self.spans[index]
+            part = buffer[self.layout.span(index)]
+            part[:] = read_whole(self.data[start:end], part.size, self.width, self.signed)
+
+        with Crew(threads) as crew:
+            for _ in crew.each(fill_block, range(len(self.spans))):
+                pass
+
+    def _bytes_of(self, blocks: range) -> slice:
+        return slice(self.layout.span(blocks.start).start, self.layout.span(blocks.stop - 1).stop)
 
     def apply_range(self, first: int, last: int, buffer: Bytes, most: int) -> Applied:
         """Apply the blocks `first <= index < last`, of at most `most` changes, to a buffer that

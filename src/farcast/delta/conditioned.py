@@ -130,10 +130,9 @@ def classes_of(field: Field, samples: list[Words]) -> Classes:
     `samples` are words of the base."""
     if field == PLAIN:
         return Classes(field, 0, 0)
-    seen = np.zeros(256, np.int64)
-    for words in samples:
-        codes = (words.astype(np.uint64) >> np.uint64(field.shift)) & np.uint64(field.mask)
-        seen += np.bincount(codes.astype(np.int64), minlength=256)
+    words = np.concatenate(samples) if samples else np.empty(0, np.uint8)
+    codes = (words.astype(np.uint64) >> np.uint64(field.shift)) & np.uint64(field.mask)
+    seen = np.bincount(codes.astype(np.int64), minlength=256)
     above = np.cumsum(seen[::-1])[::-1]
     over = np.flatnonzero(above * 50 > above[0])
     last = int(over[-1]) if over.size else field.mask

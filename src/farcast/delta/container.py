@@ -72,24 +72,26 @@ class Contents(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-def write_container(header: Header, digests: list[Digest], blobs: list[bytes]) -> bytes:
+def write_container(
+    header: Header, digests: list[Digest], blobs: list[bytes], *, threads: int = 1
+) -> bytes:
     raw = msgspec.msgpack.encode(header)
     if len(raw) > MAX_HEADER_BYTES or len(header.rows) > MAX_TENSORS:
         raise LimitError("Too many tensors for one delta; publish them in several objects.")
     packed = zstandard.ZstdCompressor(level=HEADER_LEVEL).compress(raw)
-    hasher = blake3()
     parts = [
         PREFIX.pack(MAGIC, len(raw), len(packed)),
         packed,
         *map(bytes.fromhex, digests),
         *blobs,
     ]
+    hasher = blake3(max_threads=threads)
     for part in parts:
         hasher.update(part)
     return b"".join([*parts, hasher.digest()])
 
 
-def read_container(data: bytes | memoryview) -> Contents:
+def read_container(data: bytes | memoryview, *, threads: int = 1) -> Contents:
     """Checked: magic, bounds, digest, order, sizes. Cheapest check first."""
     view = memoryview(data).cast("B")
     if len(view) < PREFIX.size + DIGEST_BYTES:
@@ -103,7 +105,7 @@ def read_container(data: bytes | memoryview) -> Contents:
     start = PREFIX.size + packed_size
     if start > end:
         raise FormatError("The delta ends inside its header; fetch it again.")
-    if blake3(view[:end]).digest() != bytes(view[end:]):
+    if blake3(view[:end], max_threads=threads).digest() != bytes(view[end:]):
         raise IntegrityError("The delta's bytes do not match their digest; fetch it again.")
     header = _read_header(view[PREFIX.size : start], raw_size)
     first = start + DIGEST_BYTES * len(header.rows)

@@ -24,8 +24,8 @@ def tensor_digest(bits: AnyBits, *, threads: int = 1) -> str:
     return bits.digest(threads=threads)
 
 
-def entry_of(bits: AnyBits) -> TensorEntry:
-    return TensorEntry(bits.dtype, bits.shape, tensor_digest(bits))
+def entry_of(bits: AnyBits, *, threads: int = 1) -> TensorEntry:
+    return TensorEntry(bits.dtype, bits.shape, tensor_digest(bits, threads=threads))
 
 
 def root_of(entries: Mapping[str, TensorEntry]) -> str:

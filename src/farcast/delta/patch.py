@@ -22,10 +22,11 @@ from farcast.delta.bits import (
     nbytes_of,
     word_bytes,
 )
-from farcast.delta.blocks import Layout, read_whole, split
+from farcast.delta.blocks import Layout, split
 from farcast.delta.coding import decode_sparse
 from farcast.delta.conditioned import CODES, Parameters, field_of
 from farcast.delta.container import read_container
+from farcast.delta.crew import Crew, shares
 from farcast.delta.identity import tensor_digest
 from farcast.delta.writing import EncodedDelta, write_delta
 from farcast.errors import FormatError, IntegrityError
@@ -75,8 +76,8 @@ def encode_bits(
 class Patch:
     """A validated delta. Reading a tensor costs only that tensor."""
 
-    def __init__(self, data: bytes | memoryview) -> None:
-        header, digests, spans = read_container(data)
+    def __init__(self, data: bytes | memoryview, *, threads: int = 1) -> None:
+        header, digests, spans = read_container(data, threads=threads)
         self._data: Bytes = np.frombuffer(data, np.uint8)
         self._tables = [Parameters.unpack(table) for table in header.tables]
         self._rows = {row.name: row for row in header.rows}
@@ -94,10 +95,35 @@ class Patch:
         }
 
     @classmethod
-    def open(cls, data: bytes | memoryview) -> "Patch":
+    def open(cls, data: bytes | memoryview, *, threads: int = 1) -> "Patch":
         """Check the whole header. Raises `FormatError`, `LimitError` or `IntegrityError`;
         allocates no more than a bounded multiple of the given bytes."""
-        return cls(data)
+        return cls(data, threads=threads)
+
+    def apply_all(
+        self, buffers: Mapping[str, Bytes], *, verify: bool = True, threads: int = 1
+    ) -> int:
+        """`apply_into` for every tensor of the patch, on so many threads at once; of a tensor
+        that takes more than its share of them, the blocks.
+
+        Returns the number of changed words. After an error each buffer holds either what it held
+        before or its new bits.
+        """
+        missing = self.entries.keys() - buffers.keys()
+        if missing:
+            raise FormatError(f"There is no buffer for {min(missing)[:80]!r}, which changes.")
+        sizes = {name: nbytes_of(e.dtype, e.shape) for name, e in self.entries.items()}
+        with Crew(threads) as crew:
+            large, batches = shares(sizes, crew.threads)
+            changed = 0
+            for name in large:
+                applied = self.change(name, buffers[name], verify=verify, threads=threads)
+                changed += applied.changed
+
+            def apply_each(names: list[str]) -> int:
+                return sum(self.apply_into(name, buffers[name], verify=verify) for name in names)
+
+            return changed + sum(crew.each(apply_each, batches))
 
     def apply_into(self, name: str, buffer: Bytes, *, verify: bool = True) -> int:
         """Turn the base bits in `buffer` (uint8, contiguous) into the new bits, in place.
@@ -108,15 +134,15 @@ class Patch:
         """
         return self.change(name, buffer, verify=verify).changed
 
-    def change(self, name: str, buffer: Bytes, *, verify: bool = True) -> Applied:
+    def change(self, name: str, buffer: Bytes, *, verify: bool = True, threads: int = 1) -> Applied:
         """`apply_into`, and the way back: `undo()` gives the buffer its old bits again."""
         entry = self._entry(name)
         if buffer.size != nbytes_of(entry.dtype, entry.shape):
             raise FormatError(f"The buffer for {name[:80]!r} has a wrong size.")
-        applied = self._applied(name, entry, buffer)
+        applied = self._applied(name, entry, buffer, threads)
         if verify:
             try:
-                self._check(name, TensorBits(entry.dtype, entry.shape, buffer))
+                self._check(name, TensorBits(entry.dtype, entry.shape, buffer), threads)
             except IntegrityError:
                 applied.undo()
                 raise
@@ -195,12 +221,12 @@ class Patch:
         self._fill(name, entry, data)
         return self._check(name, TensorBits(entry.dtype, entry.shape, data))
 
-    def _applied(self, name: str, entry: PatchEntry, buffer: Bytes) -> Applied:
+    def _applied(self, name: str, entry: PatchEntry, buffer: Bytes, threads: int = 1) -> Applied:
         width = word_bytes(entry.dtype)
         start, end = self._spans[name]
         if entry.kind == "full":
             applied, data = Applied(buffer, 8), np.empty_like(buffer)
-            self._fill(name, entry, data)
+            self._fill(name, entry, data, threads)
             applied.overwrite(slice(0, buffer.size), data, entry.changed)
             return applied
         if self._rows[name].coding == "planes":
@@ -208,7 +234,7 @@ class Patch:
             moved = decode_sparse(blob, buffer.size // width, entry.changed, width)
             applied.move(slice(0, buffer.size), *moved)
             return applied
-        return self._blob(name, entry).apply(buffer, entry.changed)
+        return self._blob(name, entry).apply(buffer, entry.changed, threads)
 
     def _placed(self, name: str, entry: PatchEntry, bits: AnyBits) -> "Placed":
         """`_applied`, for bits on a device."""
@@ -248,13 +274,9 @@ class Patch:
         field = CODES if coded else field_of(entry.dtype)
         return Blob(self._data, spans, layout, field, self._tables)
 
-    def _fill(self, name: str, entry: PatchEntry, data: Bytes) -> None:
-        if not data.size:
-            return
-        blob = self._blob(name, entry)
-        for index, (start, end) in enumerate(blob.spans):
-            part = data[blob.layout.span(index)]
-            part[:] = read_whole(self._data[start:end], part.size, blob.width, blob.signed)
+    def _fill(self, name: str, entry: PatchEntry, data: Bytes, threads: int = 1) -> None:
+        if data.size:
+            self._blob(name, entry).fill(data, threads)
 
     def _entry(self, name: str) -> PatchEntry:
         entry = self.entries.get(name)
@@ -262,8 +284,8 @@ class Patch:
             raise FormatError(f"The delta has no tensor {name[:80]!r}.")
         return entry
 
-    def _check(self, name: str, bits: _Bits) -> _Bits:
-        if tensor_digest(bits) != self.entries[name].digest:
+    def _check(self, name: str, bits: _Bits, threads: int = 1) -> _Bits:
+        if tensor_digest(bits, threads=threads) != self.entries[name].digest:
             raise IntegrityError(
                 f"The tensor {name[:80]!r} does not have the bits its writer published: the base "
                 "is another version, or the delta is damaged; rebuild from an anchor."
@@ -271,23 +293,32 @@ class Patch:
         return bits
 
 
-def encode(base: Mapping[str, Any], target: Mapping[str, Any]) -> bytes:
-    """The change between two mappings of numpy arrays or torch tensors, as bytes."""
-    return encode_bits(all_held(base), all_held(target)).data
+def encode(base: Mapping[str, Any], target: Mapping[str, Any], *, threads: int = 1) -> bytes:
+    """The change between two mappings of numpy arrays or torch tensors, as bytes; the same ones
+    on any number of threads."""
+    return encode_bits(all_held(base), all_held(target), threads=threads).data
 
 
-def apply(base: Mapping[str, Any], patch: bytes | memoryview) -> dict[str, Any]:
+def apply(
+    base: Mapping[str, Any], patch: bytes | memoryview, *, threads: int = 1
+) -> dict[str, Any]:
     """`apply(base, encode(base, target))` is `target`, bit for bit. `base` is left as it is.
 
     Tensors come back as torch if the base's are torch, else as numpy (unsigned words where numpy
     lacks the dtype), and on the device where the base's lie. Unchanged tensors are passed through.
     """
-    opened = Patch.open(patch)
+    opened = Patch.open(patch, threads=threads)
     like = next((tensor for tensor in base.values()), None)
-    out = {name: tensor for name, tensor in base.items() if name not in set(opened.removed)}
-    for name, entry in opened.entries.items():
+    removed = set(opened.removed)
+    out = {name: tensor for name, tensor in base.items() if name not in removed}
+
+    def turned(name: str) -> AnyBits:
         old = held_bits(base[name]) if name in base else None
-        if entry.kind == "full":
+        if opened.entries[name].kind == "full":
             old = device_bits(base.get(name, like))
-        out[name] = from_bits(opened.turned(name, old), like)
+        return opened.turned(name, old)
+
+    with Crew(threads) as crew:
+        for name, bits in zip(opened.entries, crew.each(turned, opened.entries), strict=True):
+            out[name] = from_bits(bits, like)
     return out

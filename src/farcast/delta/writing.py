@@ -5,12 +5,12 @@ names, because what one saves depends on those before it. So the bytes are the s
 number of threads.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Self, TypeVar
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -31,18 +31,17 @@ from farcast.delta.blocks import (
 from farcast.delta.coding import changed_positions, encode_sparse
 from farcast.delta.conditioned import CODES, FIELDS, Classes, Table, classes_of, field_of
 from farcast.delta.container import PACKED, Header, Row, write_container
+from farcast.delta.crew import Crew, shares
 from farcast.delta.identity import entry_of
 from farcast.types import TensorEntry
 
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
 _Coding = Literal["blocks", "codes", "planes", "full"]
 
 SMALL_WORDS = 1 << 16
 """A target of fewer words in all is coded in planes: the kernels, whose import takes most of a
 second, would save less than a packet."""
 
-UNIT_BYTES = 1 << 22
+UNIT_BYTES = 1 << 23
 """Raw bytes that one task looks at: far more than handing it over costs, while what it holds
 until its turn comes is at most six times that."""
 
@@ -50,19 +49,19 @@ DEVICE_UNIT_BYTES = 1 << 26
 """Of tensors on a device: it wants millions of words at once, and hands over changes alone."""
 
 POOLED_CHANGES = 1 << 20
-"""Changes that a common table is fitted to: what they take in memory is 24 MiB."""
+"""Changes that are held until a common table was made of them: in memory 24 MiB."""
 
 WHOLE_FROM = 8
 """Where a change takes over an eighth of the raw tensor, the whole tensor is coded too."""
+
+WORTH_A_TASK = 1 << 15
+"""Changes that another thread takes longer to write than to wake up for."""
 
 SAMPLED_WORDS = 1 << 14
 """Words of the base that the range of classes is taken from."""
 
 MOST_PIECES = 256
 """Ways tried to cut a shard into equal blocks of an even number of words."""
-
-AHEAD = 2
-"""Tasks a thread that may wait for their turn."""
 
 
 @dataclass(frozen=True)
@@ -121,18 +120,24 @@ class _Part(NamedTuple):
     found: Survey | None
 
 
+_Task = Callable[[], bytes]
+"""What writes one block."""
+
+
 @dataclass
 class _Body:
-    """A tensor as it is coded: its blocks, or what is on its way to be one."""
+    """A tensor as it is coded: its blocks, or which of the results of a task each will be."""
 
     name: str
     coding: _Coding
     block: int
     changed: int = 0
-    blocks: "list[bytes | Future[bytes]]" = field(default_factory=list)
+    blocks: "list[bytes | tuple[Future[list[bytes]], int]]" = field(default_factory=list)
 
     def blob(self) -> bytes:
-        done = [part.result() if isinstance(part, Future) else part for part in self.blocks]
+        done = [
+            part if isinstance(part, bytes) else part[0].result()[part[1]] for part in self.blocks
+        ]
         return done[0] if self.coding == "planes" else join(done)
 
 
@@ -149,24 +154,23 @@ def write_delta(
     base, target = _together(base, target)
     names = sorted(target, key=str.encode)
     writer = _Writer(base, target, shards)
-    with _Crew(threads) as crew:
+    with Crew(threads) as crew:
         found = writer.bodies(names, crew)
         bodies = {body.name: body for body in found if body.changed or body.coding == "full"}
         entries = dict(target_entries)
         for name in names:
             if name not in bodies and name in base_entries:
                 entries.setdefault(name, base_entries[name])
-        unknown = [name for name in names if name not in entries]
-        hashed = crew.each(lambda name: entry_of(target[name]), unknown)
-        entries.update(zip(unknown, hashed, strict=True))
-        blobs = [writer.smallest(body) for body in bodies.values()]
+        entries |= _hashed({name: target[name] for name in names if name not in entries}, crew)
+        blobs = list(crew.each(writer.smallest, bodies.values()))
     rows = tuple(
         Row(name, target[name].dtype, target[name].shape, body.coding, body.block, body.changed, n)
         for (name, body), n in zip(bodies.items(), map(len, blobs), strict=True)
     )
     removed = tuple(sorted(set(base) - set(target), key=str.encode))
     header = Header(removed, writer.tables.packed(), rows)
-    data = write_container(header, [entries[name].digest for name in bodies], blobs)
+    digests = [entries[name].digest for name in bodies]
+    data = write_container(header, digests, blobs, threads=threads)
     elements = sum(map(writer.elements, names))
     changed = sum(map(writer.changed, bodies.values()))
     return EncodedDelta(data, {name: entries[name] for name in names}, changed, elements)
@@ -184,7 +188,7 @@ class _Writer:
         words = sum(bits.nbytes // word_bytes(bits.dtype) for bits in target.values())
         self._small = words < SMALL_WORDS
 
-    def bodies(self, names: list[str], crew: "_Crew") -> "list[_Body]":
+    def bodies(self, names: list[str], crew: Crew) -> "list[_Body]":
         """Every tensor, coded; those that did not change have no blocks."""
         bodies: dict[str, _Body] = {}
         large = []
@@ -197,8 +201,8 @@ class _Writer:
                 _code_small(tensor, bodies[name])
             else:
                 large.append(tensor)
-        for part in self._with_tables(crew.each(_look, _units(large))):
-            self._code(part, bodies[part.tensor.name], crew)
+        for parts in self._with_tables(crew.each(_look, _units(large))):
+            self._code(parts, bodies, crew)
         return list(bodies.values())
 
     def smallest(self, body: _Body) -> bytes:
@@ -229,39 +233,47 @@ class _Writer:
         """Words that differ from those of the base."""
         return differing(self._base[name], self._target[name])
 
-    def _with_tables(self, looked: Iterator[list[_Part]]) -> Iterator[_Part]:
-        """The parts, after a common table was made of the first of each kind."""
-        first: list[_Part] = []
+    def _with_tables(self, looked: Iterator[list[_Part]]) -> Iterator[list[_Part]]:
+        """What was looked at, after a common table was made of the first of each kind."""
+        first: list[list[_Part]] = []
         events = 0
         for parts in looked:
-            first += parts
+            first.append(parts)
             events += sum(part.found.gap.size for part in parts if part.found is not None)
             if events > POOLED_CHANGES:
                 break
         kinds: dict[Classes, list[Survey]] = {}
-        for part in first:
+        for part in chain.from_iterable(first):
             if part.found is not None and part.found.gap.size:
                 kinds.setdefault(part.tensor.classes, []).append(part.found)
         for classes, blocks in kinds.items():
             self.tables.add_common(blocks, classes)
         yield from first
-        for parts in looked:
-            yield from parts
+        yield from looked
 
-    def _code(self, part: _Part, body: _Body, crew: "_Crew") -> None:
+    def _code(self, parts: list[_Part], bodies: dict[str, _Body], crew: Crew) -> None:
+        """Choose the tables of some blocks, and have them written by one task."""
+        tasks = [(body := bodies[part.tensor.name], self._task(part, body)) for part in parts]
+        if sum(map(_weight, parts)) < WORTH_A_TASK:
+            for body, task in tasks:
+                body.blocks.append(task())
+            return
+        written = crew.start(_all_of, [task for _, task in tasks])
+        for index, (body, _) in enumerate(tasks):
+            body.blocks.append((written, index))
+
+    def _task(self, part: _Part, body: _Body) -> _Task:
+        """What writes a block."""
         tensor, index, found = part
         if found is None:
             lo, hi = tensor.layout.bounds(index)
             body.changed += hi - lo
-            body.blocks.append(crew.start(partial(_whole, tensor.new, tensor.layout, index)))
-            return
+            return partial(_whole, tensor.new, tensor.layout, index)
         if not found.changed:
-            body.blocks.append(bytes((SAME,)))
-            return
+            return _same
         body.changed += found.changed
         table = self.tables.choose(found, tensor.classes)
-        rows = self.tables.rows(table)
-        body.blocks.append(crew.start(partial(tensor.write, index, found, table, rows)))
+        return partial(tensor.write, index, found, table, self.tables.rows(table))
 
     def _tensor(self, name: str) -> _Tensor:
         new, old = self._target[name], self._base.get(name)
@@ -323,6 +335,30 @@ def differing(old: AnyBits, new: AnyBits) -> int:
     return differing(old, new)
 
 
+def _same() -> bytes:
+    return bytes((SAME,))
+
+
+def _weight(part: _Part) -> int:
+    """Changes of a block; all its words where it is written by these."""
+    lo, hi = part.tensor.layout.bounds(part.block)
+    return hi - lo if part.found is None or part.found.dense else part.found.changed
+
+
+def _all_of(tasks: Iterable[_Task]) -> list[bytes]:
+    return [task() for task in tasks]
+
+
+def _hashed(tensors: Mapping[str, AnyBits], crew: Crew) -> dict[str, TensorEntry]:
+    """What each tensor is."""
+    sizes = {name: bits.nbytes for name, bits in tensors.items()}
+    large, batches = shares(sizes, crew.threads)
+    out = {name: entry_of(tensors[name], threads=crew.threads) for name in large}
+    for entries in crew.each(lambda names: [(n, entry_of(tensors[n])) for n in names], batches):
+        out.update(entries)
+    return out
+
+
 def _whole(new: AnyBits, layout: Layout, index: int) -> bytes:
     signed = new.dtype in FIELDS
     return write_whole(new.part(layout.span(index)), word_bytes(new.dtype), signed)
@@ -373,34 +409,3 @@ def _look(unit: list[tuple[_Tensor, range]]) -> list[_Part]:
         for tensor, blocks in unit
         for index, found in zip(blocks, tensor.look(blocks), strict=True)
     ]
-
-
-class _Crew:
-    """Threads that work in order; with one, the caller does the work itself."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
-        self._ahead = AHEAD * threads
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def each(self, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """`map`, with as many results waiting as memory is meant for."""
-        if self._pool is None:
-            yield from map(work, items)
-            return
-        waiting: deque[Future[_Out]] = deque()
-        for item in items:
-            waiting.append(self._pool.submit(work, item))
-            if len(waiting) > self._ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-    def start(self, work: Callable[[], bytes]) -> "bytes | Future[bytes]":
-        return work() if self._pool is None else self._pool.submit(work)

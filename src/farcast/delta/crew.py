@@ -1,0 +1,105 @@
+"""Threads that encode, apply and hash. The kernels hold no lock of the interpreter's. Pure.
+
+Which thread does what, and when, never shows in a result. Refuses to let work go on in the
+background once its caller has left with an error.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, Self, TypeVar
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+AHEAD = 1
+"""Tasks a thread that may wait for their turn."""
+
+BATCH_BYTES = 1 << 20
+"""Small tensors are handed over together: a hand-over takes as long as hashing some 100 KB."""
+
+
+def shares(sizes: Mapping[str, int], threads: int) -> tuple[list[str], list[list[str]]]:
+    """Tensors, by their bytes, as work for so many threads: those so large that all should work
+    on each, and batches of the others, largest first."""
+    total = sum(sizes.values())
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    large = [name for name in names if threads > 1 and sizes[name] * threads > total]
+    batches: list[list[str]] = []
+    held = BATCH_BYTES
+    for name in names[len(large) :]:
+        if held >= BATCH_BYTES:
+            batches.append([])
+            held = 0
+        batches[-1].append(name)
+        held += sizes[name]
+    return large, batches
+
+
+class Crew:
+    """So many threads, which take tasks in order; with one the caller does the work itself.
+
+    A task never waits for one that was started after it.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = max(1, threads)
+        self._pool = _pool(threads) if threads > 1 else None
+        self._running: set[Future[Any]] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = list(self._running)
+        for future in left:
+            future.cancel()
+        wait(left)
+
+    def each(self, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+        """`map`, with as many results waiting as memory is meant for."""
+        if self._pool is None:
+            yield from map(work, items)
+            return
+        waiting: deque[Future[_Out]] = deque()
+        for item in items:
+            waiting.append(self._submit(self._pool, work, item))
+            if len(waiting) > AHEAD * self.threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def start(self, work: Callable[[_In], _Out], item: _In) -> "Future[_Out]":
+        """One task, done before this returns where there is one thread."""
+        if self._pool is not None:
+            return self._submit(self._pool, work, item)
+        done: Future[_Out] = Future()
+        done.set_result(work(item))
+        return done
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, work: Callable[[_In], _Out], item: _In
+    ) -> "Future[_Out]":
+        future = pool.submit(work, item)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+
+class _Pool(NamedTuple):
+    threads: ThreadPoolExecutor
+    one: threading.Thread
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Kept for good: what a thread needs for a block is 30 MB, and stays warm. In a process that
+    was forked they are started anew."""
+    held = _pools.get(threads)
+    if held is None or not held.one.is_alive():
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="farcast-delta")
+        held = _pools[threads] = _Pool(pool, pool.submit(threading.current_thread).result())
+    return held.threads
