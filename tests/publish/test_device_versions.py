@@ -43,7 +43,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model(place: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(512, 400), nn.Linear(400, 300), nn.LayerNorm(300))
+    layers = nn.Sequential(nn.Linear(256, 400), nn.Linear(400, 100), nn.LayerNorm(100))
     return layers.to(torch.bfloat16).to(place)
 
 
@@ -84,7 +84,7 @@ def test_from_trainer_to_replica_only_changes_cross(
             assert doors.most <= max(2 * BLOCK, CLASSES)  # an anchor goes block by block
             out, back = crossed(doors)
             if number:
-                assert out <= A_CHANGE * CHANGED + CLASSES + REST < size / 10
+                assert out <= A_CHANGE * CHANGED + CLASSES + REST < size / 6
                 assert back <= REST
             assert replica.sync() == ref
             out, back = crossed(doors)
