@@ -65,6 +65,7 @@ def test_a_run_is_recorded_and_measured(farcast: Farcast, recording: Path, tmp_p
     assert "tiny, 2-3" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     report = json.loads(result.read_bytes())
+    assert report["device"]["note"] in " ".join(said.split())
     rows = report["rows"]
     assert all(row.keys() >= FIELDS for row in rows)
     assert all(row["verified"] for row in rows)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farcast.bench.measure import Row
+from farcast.bench.on_device import DeviceReport
 from farcast.bench.suite import Machine
 
 WIDE = 112
@@ -18,12 +19,15 @@ _HEADINGS = ("coding", "bits", "/bound", "factor", "encode", "/copy", "decode", 
 _WIDE_HEADINGS = ("2 cores", "scratch MiB")
 
 
-def show(rows: Sequence[Row], machine: Machine, console: Console) -> None:
+def show(rows: Sequence[Row], device: DeviceReport, machine: Machine, console: Console) -> None:
     """All tables, one for each change, and how to read them."""
     wide = console.width >= WIDE
     for _, group in groupby(rows, key=lambda row: (row.data, row.hop)):
         console.print(table_of(list(group), wide=wide))
+    if device.rows:
+        console.print(device_table(device))
     console.print(_notes(rows, machine, wide=wide))
+    console.print(Text(device.note, style="dim"))
 
 
 def table_of(rows: Sequence[Row], *, wide: bool) -> Group:
@@ -38,6 +42,20 @@ def table_of(rows: Sequence[Row], *, wide: bool) -> Group:
             cells[1].stylize("green")
         table.add_row(*cells, style="bold" if row.origin == "own" else "")
     return Group(*_heading(rows[0]), table, Text())
+
+
+def device_table(device: DeviceReport) -> Group:
+    """farcast on a GPU, a line for each change."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for heading in ("change", "encode", "/copy", "decode", "/copy", "copy"):
+        table.add_column(heading, justify="left" if heading == "change" else "right", no_wrap=True)
+    for row in device.rows:
+        speeds = (row.encode_gb_s, row.encode_of_copy, row.decode_gb_s, row.decode_of_copy)
+        cells = [f"{number:.3g}" for number in (*speeds, row.copy_gb_s)]
+        table.add_row(Text(f"{row.data}, {row.hop}"), *cells)
+    title = Text(f"farcast on {device.device}", style="bold cyan")
+    title.append("   GB/s of the whole served version", style="not bold default")
+    return Group(title, table, Text())
 
 
 def _heading(row: Row) -> tuple[Text, Padding]:

@@ -17,6 +17,7 @@ from farcast.bench.data import Change, Recording
 from farcast.bench.derived import QUANTISERS, derive
 from farcast.bench.fireworks import fireworks
 from farcast.bench.measure import FIELDS, Effort, Row, measure
+from farcast.bench.on_device import DeviceReport, measure_device
 from farcast.bench.peers import peers
 from farcast.bench.synthetic import synthetic
 
@@ -51,6 +52,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     fields: dict[str, str]
     rows: list[Row]
+    device: DeviceReport
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ def run_suite(
     progress("done", total, total)
 
 
+def run_on_device(folder: Path, *, quick: bool = False) -> DeviceReport:
+    """Every recorded hop of `run_suite` on a GPU, if there is one."""
+    return measure_device(case.make() for case in _recorded(Recording(folder), quick))
+
+
 def codings_for(change: Change, *, packages: bool) -> list[Coding]:
     """farcast twice (with its digests, and without), then the others."""
     every = [FarcastAlone(change), Farcast(change), *peers()]
@@ -103,8 +110,17 @@ def this_machine() -> Machine:
     )
 
 
-def report_of(folder: Path, rows: list[Row], machine: Machine, *, quick: bool) -> Report:
-    return Report(recording=folder.name, quick=quick, machine=machine, fields=FIELDS, rows=rows)
+def report_of(
+    folder: Path, rows: list[Row], device: DeviceReport, machine: Machine, *, quick: bool
+) -> Report:
+    return Report(
+        recording=folder.name,
+        quick=quick,
+        machine=machine,
+        fields=FIELDS,
+        rows=rows,
+        device=device,
+    )
 
 
 def _cases(recording: Recording, quick: bool) -> Iterator[Case]:

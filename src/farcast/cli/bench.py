@@ -58,7 +58,8 @@ def codec(
     """Size and speed of farcast's delta and of others' codings, on recorded versions.
 
     Recorded hops, an anchor, fp8, int4 and mxfp4 versions derived from them, and changes of
-    0.001 % to 100 % of the recorded weights. Every decoding is compared with its target.
+    0.001 % to 100 % of the recorded weights. Every decoding is compared with its target. Where
+    there is a GPU, the recorded hops are also coded there.
 
     ```
     farcast bench record --store runs/demo/store --out recording
@@ -71,19 +72,20 @@ def codec(
     from rich.console import Console
 
     from farcast.bench.report import show
-    from farcast.bench.suite import report_of, this_machine
+    from farcast.bench.suite import report_of, run_on_device, this_machine
 
     for path in (json, plot):
         options.check_writable(path)
     console = Console()
     machine = this_machine()
     rows = list(_with_progress(data, quick, console))
-    options.write_json(json, report_of(data, rows, machine, quick=quick))
+    device = run_on_device(data, quick=quick)
+    options.write_json(json, report_of(data, rows, device, machine, quick=quick))
     if plot is not None:
         from farcast.bench.plot import plot_rows
 
         plot_rows(rows, plot)
-    show(rows, machine, console)
+    show(rows, device, machine, console)
 
 
 def _with_progress(data: Path, quick: bool, console: "Console") -> "Iterator[Row]":

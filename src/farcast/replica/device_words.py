@@ -32,7 +32,7 @@ class DeviceWords(NamedTuple):
         """Whether the tensor holds the words from before."""
         flat, at = self._at(memory)
         live = flat.reshape(-1) if at is None else flat[at]
-        return torch.equal(live, self.old)
+        return bool(torch.equal(live, self.old))
 
     def _at(
         self, memory: torch.Tensor
