@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from farcast.delta import Words, entry_of, from_bits
+from farcast.delta import Words, device_bits, entry_of, from_bits
 from farcast.engines.blocks import Block
 from farcast.engines.http_engine import UNKNOWN, MemberLayout, Receipt, Whole
 from farcast.engines.mirror import Mirror
@@ -36,7 +36,8 @@ from farcast.errors import (
 from farcast.replica import Place
 
 _CHUNK_ROWS = 1 << 22
-"""Words hashed at a time where they have to be brought into order or to the host first."""
+"""Words hashed at a time where they have to be brought into order, or to the host from a device
+that has no hash of its own."""
 
 
 class _Write(NamedTuple):
@@ -268,6 +269,9 @@ class Resident:
             view = memory[block.place : block.place + block.count]
         else:
             view = memory.as_strided(block.sizes, block.place_steps, block.place)
+        placed = device_bits(view)
+        if placed is not None:
+            return placed.digest()
         hasher = blake3()
         rows = view.shape[0] if view.ndim else 1
         step = max(1, _CHUNK_ROWS // max(1, view.numel() // max(1, rows)))
