@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from farcast.delta import all_bits
 from farcast.errors import ConfigError, RunMismatchError, TensorMismatchError
 from farcast.lineage import RunRecord
 from farcast.publish import Publisher
-from farcast.store import CountingStore, MemoryStore
+from farcast.replica import MemoryTarget, Subscriber
+from farcast.store import CountingStore, MemoryStore, threads
 from farcast.store.archive import Archive
 from version_world import RUN, bits_of, contents, copied, keys, rebuilt, tensors
 
@@ -165,6 +167,7 @@ def test_memory_layout_does_not_matter() -> None:
 _OTHER_PROCESS = """
 import sys
 from farcast.publish import Publisher
+from farcast.replica import MemoryTarget, Subscriber
 from farcast.store import open_store
 from version_world import RUN, tensors
 publisher = Publisher(open_store(sys.argv[1]), RUN, anchor_every=3, writer="other")
@@ -382,3 +385,28 @@ def test_a_step_taken_again_gets_its_own_number_where_that_is_asked_for() -> Non
     again = Publisher(store, RUN, repeats=False).publish(served, 1)
     assert (again.version, again.root) == (first.version + 1, first.root)
     assert Archive(store, RUN).restore(again.version).ref == again
+
+
+def test_threads_change_no_object_and_no_version() -> None:
+    stores = MemoryStore(), MemoryStore()
+    for store, number in zip(stores, (1, 3), strict=True):
+        with Publisher(
+            store, RUN, anchor_every=3, squash=2, writer="same", threads=number
+        ) as publisher:
+            for step in range(6):
+                publisher.publish(tensors(step), step=step)
+        assert Archive(store, RUN, threads=number).rebuild(5).keys() == tensors(5).keys()
+    assert contents(stores[0]) == contents(stores[1])
+    target = MemoryTarget()
+    subscriber = Subscriber(stores[0], RUN, target, threads=3)
+    for version in (2, 4, 5):
+        assert subscriber.sync(version).version == version
+        assert target.tensors == all_bits(tensors(version))
+    with pytest.raises(ConfigError, match="threads is 0"):
+        Publisher(MemoryStore(), RUN, threads=0)
+
+
+def test_the_default_leaves_half_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (2, 1), (4, 2), (64, 4)):
+        monkeypatch.setattr(threads, "available_cores", lambda cores=cores: cores)
+        assert threads.default_threads() == expected

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Self, TypeVar
 
+from farcast.delta.bits import AnyBits, TensorBits
+
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -35,6 +37,12 @@ def shares(sizes: Mapping[str, int], threads: int) -> tuple[list[str], list[list
         batches[-1].append(name)
         held += sizes[name]
     return large, batches
+
+
+def threads_for(tensors: Iterable[AnyBits], threads: int) -> int:
+    """One where some lie on a device, which is parallel by itself, and whose context is that of
+    the caller's thread."""
+    return threads if all(isinstance(bits, TensorBits) for bits in tensors) else 1
 
 
 class Crew:

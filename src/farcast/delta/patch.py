@@ -26,7 +26,7 @@ from farcast.delta.blocks import Layout, split
 from farcast.delta.coding import decode_sparse
 from farcast.delta.conditioned import CODES, Parameters, field_of
 from farcast.delta.container import read_container
-from farcast.delta.crew import Crew, shares
+from farcast.delta.crew import Crew, shares, threads_for
 from farcast.delta.identity import tensor_digest
 from farcast.delta.writing import EncodedDelta, write_delta
 from farcast.errors import FormatError, IntegrityError
@@ -318,7 +318,8 @@ def apply(
             old = device_bits(base.get(name, like))
         return opened.turned(name, old)
 
-    with Crew(threads) as crew:
+    sides = [] if like is None else [held_bits(like)]
+    with Crew(threads_for(sides, threads)) as crew:
         for name, bits in zip(opened.entries, crew.each(turned, opened.entries), strict=True):
             out[name] = from_bits(bits, like)
     return out

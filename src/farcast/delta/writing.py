@@ -31,7 +31,7 @@ from farcast.delta.blocks import (
 from farcast.delta.coding import changed_positions, encode_sparse
 from farcast.delta.conditioned import CODES, FIELDS, Classes, Table, classes_of, field_of
 from farcast.delta.container import PACKED, Header, Row, write_container
-from farcast.delta.crew import Crew, shares
+from farcast.delta.crew import Crew, shares, threads_for
 from farcast.delta.identity import entry_of
 from farcast.types import TensorEntry
 
@@ -154,6 +154,7 @@ def write_delta(
     base, target = _together(base, target)
     names = sorted(target, key=str.encode)
     writer = _Writer(base, target, shards)
+    threads = threads_for(target.values(), threads)
     with Crew(threads) as crew:
         found = writer.bodies(names, crew)
         bodies = {body.name: body for body in found if body.changed or body.coding == "full"}

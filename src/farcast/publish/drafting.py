@@ -46,6 +46,7 @@ class Drafting:
     squash: int | None
     part_bytes: int
     repeats: bool
+    threads: int = 1
     precision_rule: str | UnsetType = UNSET
     fork_of: VersionRef | None = None
     signer: Signer | None = None
@@ -96,7 +97,7 @@ def draft_version(
 ) -> Draft:
     """Encode `target` and put its objects; the next version after `base`, not yet visible."""
     started = time.perf_counter()
-    tally = Tally()
+    tally = Tally(threads=how.threads)
     changes = _Changes(how, base, history, target, tally)
     if base.newest is not None and base.weights is not None:
         changes.put_delta(base.newest, base.weights)
@@ -150,7 +151,7 @@ class _Changes:
 
     def put_delta(self, parent: Manifest, weights: Weights) -> None:
         """Put the change from the version before."""
-        reverse = Reverse()
+        reverse = Reverse(threads=self._how.threads)
         parts = delta_parts(
             weights.bits,
             weights.entries,
@@ -170,7 +171,7 @@ class _Changes:
             back = self._history.way_back(shorter, self._how.squash)
             if back is None:
                 return
-            reverse = Reverse()
+            reverse = Reverse(threads=self._how.threads)
             parts = squash_parts(
                 back, self._target, self.tally, reverse, part_bytes=self._how.part_bytes
             )
@@ -178,7 +179,7 @@ class _Changes:
 
     def put_anchor(self) -> tuple[ObjectRef, ...]:
         """Put the full copy; it tells entries and changes only where there is no delta to."""
-        own = Tally() if self.deltas else self.tally
+        own = Tally(threads=self._how.threads) if self.deltas else self.tally
         parts = anchor_parts(self._target, own, part_bytes=self._how.part_bytes)
         objects = self._how.archive.put_objects(parts)
         if own is not self.tally:

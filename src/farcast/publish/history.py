@@ -85,9 +85,10 @@ class Reverse:
 
     parts: list[bytes] = field(default_factory=list)
     seconds: float = 0.0
+    threads: int = 1
 
     def add(self, base: Mapping[str, AnyBits], target: Mapping[str, AnyBits]) -> None:
-        tally = Tally()
+        tally = Tally(threads=self.threads)
         self.parts.append(encode_part(target, base, {}, tally).data)
         self.seconds += tally.seconds
 
@@ -119,7 +120,7 @@ def squash_parts(
         reverse.seconds += time.perf_counter() - started
         after = {name: target[name] for name in names}
         known = {name: reached[name] for name in before}
-        squashed = Tally()
+        squashed = Tally(threads=reverse.threads)
         encoded = encode_part(before, after, known, squashed)
         reverse.seconds += squashed.seconds
         if encoded.entries != known:

@@ -76,7 +76,13 @@ def make_lines(how: Drafting, recipes: Sequence[Recipe]) -> tuple[Line, ...]:
 def _line(how: Drafting, recipe: Recipe) -> Line:
     rule = recipe.rule if recipe.layout.quantised else msgspec.UNSET
     whole = how.archive
-    reader = Archive(whole.store, whole.run_id, trusted=whole.trusted, served_format=recipe.name)
+    reader = Archive(
+        whole.store,
+        whole.run_id,
+        trusted=whole.trusted,
+        served_format=recipe.name,
+        threads=how.threads,
+    )
     how = altered(how, served_format=recipe.name, precision_rule=rule)
     return Line(how=how, recipe=recipe, reader=reader, history=History())
 

@@ -25,12 +25,14 @@ OnChange = Callable[[Mapping[str, AnyBits], Mapping[str, AnyBits]], None]
 
 @dataclass
 class Tally:
-    """What encoding found: entries of the whole target, elements, changed ones, seconds spent."""
+    """What encoding found: entries of the whole target, elements, changed ones, seconds spent
+    on so many threads."""
 
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     elements: int = 0
     changed: int = 0
     seconds: float = 0.0
+    threads: int = 1
 
 
 def anchor_parts(
@@ -96,7 +98,7 @@ def encode_part(
 ) -> EncodedDelta:
     """One object's worth of change, counted in `tally`."""
     started = time.perf_counter()
-    encoded = encode_bits(base, target, base_entries=base_entries)
+    encoded = encode_bits(base, target, base_entries=base_entries, threads=tally.threads)
     tally.seconds += time.perf_counter() - started
     tally.entries.update(encoded.entries)
     tally.elements += encoded.elements

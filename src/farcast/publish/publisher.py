@@ -103,6 +103,9 @@ class Publisher:
     master weights, and every version is served in each of these formats, the first of which is the
     one that readers take who ask for none. One manifest names them all. Memory: a baseline each.
 
+    `threads` compare, code and hash tensors in host memory; None takes half of the cores that the
+    process may run on, four at most. The bytes don't depend on it.
+
     `fork_of` begins a run as another run's version: the first version must have its root, and
     names it as its origin.
     """
@@ -121,6 +124,7 @@ class Publisher:
         repeats: bool = True,
         part_bytes: int = PART_BYTES,
         workers: int = 4,
+        threads: int | None = None,
         comms: Comms | None = None,
         signer: Signer | None = None,
         trusted_key: TrustedKey | None = None,
@@ -139,7 +143,9 @@ class Publisher:
             trusted_key = signer.public
         if fork_of is not None and fork_of.run_id == run_id:
             raise ConfigError(f"{run_id!r} can't be a fork of itself; give the new run another id.")
-        self._archive = Archive(store, run_id, workers=workers, trusted=trusted_key)
+        self._archive = Archive(
+            store, run_id, workers=workers, trusted=trusted_key, threads=threads
+        )
         self._how = Drafting(
             archive=self._archive,
             writer=writer,
@@ -148,6 +154,7 @@ class Publisher:
             squash=squash,
             part_bytes=part_bytes,
             repeats=repeats,
+            threads=self._archive.threads,
             fork_of=fork_of,
             signer=signer,
         )

@@ -323,6 +323,7 @@ class ShardedVersions:
                 {name: baseline.shard[name] for name in names if name in baseline.shard},
                 {name: made.shard[name] for name in names},
                 base_entries=baseline.shard_entries,
+                threads=self._how.threads,
             )
             made.shard_entries.update(encoded.entries)
             parts.append(encoded.data)

@@ -32,7 +32,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace as altered
 
-from farcast.delta import Patch, entry_of, nbytes_of
+from farcast.delta import AnyBits, Patch, entry_of, nbytes_of
+from farcast.delta.crew import Crew, threads_for
 from farcast.errors import (
     IntegrityError,
     LimitError,
@@ -47,7 +48,7 @@ from farcast.replica.base import Draft, Goal, Target
 from farcast.replica.freshness import Freshness, OnExpiry
 from farcast.store import Store
 from farcast.store.archive import UNUSABLE, Archive
-from farcast.store.rebuilding import Chain
+from farcast.store.rebuilding import Chain, Finished
 from farcast.types import TensorEntry, VersionRef
 
 RESTARTS = 4
@@ -117,6 +118,8 @@ class Subscriber:
     """Follows `run_id` in `store` with one target. One thread stages; any thread may commit.
 
     `on_progress` is called from the staging thread. `workers` bounds requests in flight.
+    `threads` decode and verify tensors in host memory; None takes half of the cores that the
+    process may run on, four at most.
 
     `served_format` names which of a run's formats is taken; None takes the one that each manifest
     names first.
@@ -137,6 +140,7 @@ class Subscriber:
         *,
         on_progress: OnProgress | None = None,
         workers: int = 4,
+        threads: int | None = None,
         served_format: str | None = None,
         trusted_key: TrustedKey | None = None,
         on_expiry: OnExpiry = "refuse",
@@ -144,7 +148,12 @@ class Subscriber:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._archive = Archive(
-            store, run_id, workers=workers, trusted=trusted_key, served_format=served_format
+            store,
+            run_id,
+            workers=workers,
+            trusted=trusted_key,
+            served_format=served_format,
+            threads=threads,
         )
         self._freshness = Freshness(self._archive, on_expiry=on_expiry, clock=clock)
         self._target = target
@@ -375,21 +384,39 @@ class Subscriber:
     def _fill(self, draft: Draft, chain: Chain, *, from_base: bool) -> None:
         sizes = _sizes(draft)
         done, total = 0, sum(sizes.values())
-        for name, size in sizes.items():
-            base = self._target.read(name) if from_base and self._target.holds(name) else None
-            try:
-                made = chain.finish(name, base, owned=self._target.gives_copies)
-            except IntegrityError:
-                self._blame(name)
-                raise
-            if made is None:
-                raise IntegrityError(
-                    f"The tensor {name[:80]!r} of {draft.goal.ref} is listed but removed; "
-                    "do not use that version."
-                )
-            draft.add(name, *made)
-            done += size
-            self._report("decode", done, total)
+
+        def finish(task: tuple[str, AnyBits | None]) -> Finished | AnyBits:
+            name, base = task
+            if threads_for([] if base is None else [base], 2) == 1:
+                return base  # for the caller's own thread
+            return chain.finish(name, base, owned=self._target.gives_copies)
+
+        with Crew(self._archive.threads) as crew:
+            made = crew.each(finish, self._bases(sizes, from_base=from_base))
+            for name, size in sizes.items():
+                try:
+                    found = next(made)
+                    if isinstance(found, AnyBits):
+                        found = chain.finish(name, found, owned=self._target.gives_copies)
+                except IntegrityError:
+                    self._blame(name)
+                    raise
+                if found is None:
+                    raise IntegrityError(
+                        f"The tensor {name[:80]!r} of {draft.goal.ref} is listed but removed; "
+                        "do not use that version."
+                    )
+                draft.add(name, *found)
+                done += size
+                self._report("decode", done, total)
+
+    def _bases(
+        self, names: Iterable[str], *, from_base: bool
+    ) -> Iterator[tuple[str, AnyBits | None]]:
+        """Each tensor as the target holds it, read by this thread a little before its turn."""
+        for name in names:
+            held = from_base and self._target.holds(name)
+            yield name, self._target.read(name) if held else None
 
     def _blame(self, name: str) -> None:
         """Raise `TargetChangedError` if it was the base that did not hold what it should."""

@@ -72,6 +72,7 @@ from farcast.lineage import (
 )
 from farcast.store.base import Store
 from farcast.store.rebuilding import Chain, Rebuild, Weights, check_weights
+from farcast.store.threads import threads_of
 from farcast.store.transfers import in_parallel
 from farcast.types import MAX_VERSION, VersionRef
 
@@ -112,6 +113,8 @@ class Archive:
 
     With `served_format`, manifests are shown as if the run were served in that format alone, and a
     version without it as if it were not there; nothing can be committed or removed then.
+
+    A version is rebuilt on so many `threads`: see `farcast.store.threads`.
     """
 
     def __init__(
@@ -122,8 +125,10 @@ class Archive:
         workers: int = 4,
         trusted: TrustedKey | None = None,
         served_format: str | None = None,
+        threads: int | None = None,
     ) -> None:
         self._store = store
+        self._threads = threads_of(threads)
         self._run_id = run_id
         self._workers = workers
         self._trusted = trusted
@@ -152,6 +157,11 @@ class Archive:
         """Versions whose manifests could not be used when they were last read, and why."""
         with self._lock:
             return dict(self._damaged)
+
+    @property
+    def threads(self) -> int:
+        """What a version is rebuilt on."""
+        return self._threads
 
     @property
     def served_format(self) -> str | None:
@@ -383,7 +393,9 @@ class Archive:
         first = route.steps[0] if route.steps else None
         from_anchor = first is not None and first.kind == "anchor"
         deltas = route.steps[1:] if from_anchor else route.steps
-        rebuild = Rebuild(Chain([list(fetched.patches(step)) for step in deltas]), only)
+        rebuild = Rebuild(
+            Chain([list(fetched.patches(step)) for step in deltas]), only, threads=self._threads
+        )
         if from_anchor:
             for patch in fetched.patches(route.steps[0]):
                 rebuild.add_anchor(patch)

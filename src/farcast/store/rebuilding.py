@@ -5,10 +5,13 @@ skipped, and its digest is checked once, after the last patch. The root over all
 proves the whole. Refuses to return a tensor whose bits were not verified.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from farcast.delta import AnyBits, Patch, entry_of, nbytes_of, root_of
+from farcast.delta.crew import Crew, threads_for
 from farcast.errors import FormatError, IntegrityError
 from farcast.lineage import Manifest
 from farcast.types import TensorEntry, VersionRef
@@ -31,6 +34,10 @@ class Weights:
                 f"The tensors at hand are not those of {ref}; start from an empty copy."
             )
         return cls(ref=ref, bits=bits, entries=entries)
+
+
+Finished: TypeAlias = tuple[AnyBits, TensorEntry] | None
+"""A tensor and what it is; None if it was removed."""
 
 
 class Chain:
@@ -65,9 +72,7 @@ class Chain:
         last = self._patches[name][-1]
         return None if last is None else last.entries[name].entry
 
-    def finish(
-        self, name: str, base: AnyBits | None, *, owned: bool = False
-    ) -> tuple[AnyBits, TensorEntry] | None:
+    def finish(self, name: str, base: AnyBits | None, *, owned: bool = False) -> Finished:
         """A tensor that some patch names, after the last patch, verified; None if removed.
 
         `base` is what it was before the chain, None if it was not there. It is written into
@@ -86,14 +91,29 @@ class Chain:
         return None if bits is None else (bits, last.entries[name].entry)
 
 
+class _Task(NamedTuple):
+    """What makes one tensor."""
+
+    name: str
+    make: Callable[[], Finished]
+
+
+def _result_of(task: _Task) -> Finished:
+    return task.make()
+
+
 class Rebuild:
     """Collects the tensors of one version: first all of a start, then what the chain adds.
 
-    With `only`, bits of other tensors are neither decoded nor kept, just their entries.
+    Works on so many `threads`, a tensor each. With `only`, bits of other tensors are neither
+    decoded nor kept, just their entries.
     """
 
-    def __init__(self, chain: Chain, only: Container[str] | None = None) -> None:
+    def __init__(
+        self, chain: Chain, only: Container[str] | None = None, *, threads: int = 1
+    ) -> None:
         self._chain = chain
+        self._threads = threads
         self._only = only
         self._started: set[str] = set()
         self._bits: dict[str, AnyBits] = {}
@@ -101,17 +121,20 @@ class Rebuild:
 
     def add_base(self, have: Weights) -> None:
         """Start from verified weights; those the chain does not name are kept as they are."""
+        tasks: list[_Task] = []
         for name, bits in have.bits.items():
             self._started.add(name)
             if name in self._chain:
-                self._finish(name, bits, owned=False)
+                tasks.append(_Task(name, partial(self._chain.finish, name, bits)))
             else:
                 self._bits[name], self._entries[name] = bits, have.entries[name]
+        self._do(tasks, threads_for(have.bits.values(), self._threads))
 
     def add_anchor(self, patch: Patch) -> None:
         """Start from one object of an anchor."""
         if patch.removed:
             raise FormatError("An anchor lists removed tensors; do not use that version.")
+        tasks: list[_Task] = []
         for name in patch.entries:
             if name in self._started:
                 raise FormatError(
@@ -121,21 +144,20 @@ class Rebuild:
             if not self._wanted(name):
                 self._note(name, patch.entries[name].entry)
                 continue
-            bits = patch.turned(name, None)
-            if name in self._chain:
-                self._finish(name, bits, owned=True)
-            else:
-                self._bits[name], self._entries[name] = bits, patch.entries[name].entry
+            tasks.append(_Task(name, partial(self._whole, patch, name)))
+        self._do(tasks, self._threads)
 
     def finish(self, ref: VersionRef) -> Weights:
         """The weights, with the tensors that the chain brought in; their root is not checked."""
+        tasks: list[_Task] = []
         for name in self._chain:
             if name in self._started:
                 continue
             if self._wanted(name):
-                self._finish(name, None, owned=False)
+                tasks.append(_Task(name, partial(self._chain.finish, name, None)))
             else:
                 self._note(name, None)
+        self._do(tasks, self._threads)
         return Weights(ref=ref, bits=self._bits, entries=self._entries)
 
     def _wanted(self, name: str) -> bool:
@@ -146,10 +168,18 @@ class Rebuild:
         if entry is not None:
             self._entries[name] = entry
 
-    def _finish(self, name: str, base: AnyBits | None, *, owned: bool) -> None:
-        made = self._chain.finish(name, base, owned=owned)
-        if made is not None:
-            self._bits[name], self._entries[name] = made
+    def _whole(self, patch: Patch, name: str) -> Finished:
+        """A tensor of an anchor, after the chain."""
+        bits = patch.turned(name, None)
+        if name in self._chain:
+            return self._chain.finish(name, bits, owned=True)
+        return bits, patch.entries[name].entry
+
+    def _do(self, tasks: list[_Task], threads: int) -> None:
+        with Crew(threads) as crew:
+            for task, made in zip(tasks, crew.each(_result_of, tasks), strict=True):
+                if made is not None:
+                    self._bits[task.name], self._entries[task.name] = made
 
 
 def check_weights(weights: Weights, manifest: Manifest) -> Weights:

@@ -2,8 +2,20 @@
 
 import os
 
+from farcast.errors import ConfigError
+
+MOST = 256
 MOST_BY_DEFAULT = 4
 """Two threads compare as fast as most memory delivers; what more of them save is hashing."""
+
+
+def threads_of(asked: int | None) -> int:
+    """What was asked for, or `default_threads`. Raises `ConfigError`."""
+    if asked is None:
+        return default_threads()
+    if not 1 <= asked <= MOST:
+        raise ConfigError(f"threads is {asked}; it is a number from 1 to {MOST}, or None.")
+    return asked
 
 
 def default_threads() -> int:
