@@ -68,14 +68,17 @@ def replay(
     if fresh:
         start = {name: tensor.to(torch.bfloat16).float() for name, tensor in start.items()}
     rule = directions_of(kind, config, hidden)
+    nothing = {name: torch.zeros(()).expand(tensor.shape) for name, tensor in start.items()}
     taken = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    last: Tensors | None = None
+    last: Tensors = {}
     for step, gradients in enumerate(stream.gradients(steps), start=1):
         share = rates(1.0, warmup, step)
-        direction = {name: rule(name, gradients[name]) for name in start}
-        now = {name: tensor * share for name, tensor in direction.items()}
-        told = None if last is None else {name: t * share for name, t in last.items()}
+        # As torch's optimizers do, what has no gradient is left where it is, state included.
+        direction = {name: rule(name, gradients[name]) for name in start if name in gradients}
+        now = {name: direction.get(name, zeros) * share for name, zeros in nothing.items()}
+        known = last.keys() == start.keys()
+        told = {name: tensor * share for name, tensor in last.items()} if known else None
         yield Moment(step, start, taken, now, told)
         for name, tensor in now.items():
             taken[name] += tensor
-        last = direction
+        last |= direction

@@ -2,7 +2,8 @@
 
     stream.json             settings, and what the run itself did (written last)
     start.safetensors       the followed masters before the first step, fp32
-    step-0001.safetensors   their gradients, clipped as the trainer clips, fp32
+    step-0001.safetensors   their gradients, clipped as the trainer clips, fp32; without those of
+                            tensors that had none, as where all answers earn the same
 
 Followed are the tensors of some layers, and rows of the embedding: the model's whole gradients
 would fill a disk. Of the run itself, which trains every tensor, all are compared now and then.
@@ -174,9 +175,8 @@ class _Recorder:
         factor = min(1.0, self._run.train.grad_clip / (norm + 1e-6))
         kept = {
             name: self._followed.cut(name, grads[name] * factor)
-            if name in grads
-            else torch.zeros_like(self._followed.cut(name, self._named[name]))
             for name in self._followed.rows
+            if name in grads
         }
         _save(kept, _step_file(self._folder, self._step))
 
@@ -187,7 +187,8 @@ class Look:
     def __init__(self, policy: Policy, run: RunConfig, step: int) -> None:
         self._policy, self._run, self._step = policy, run, step
         self._before = policy.served()
-        self._predicted = self._fraction(step - 1) if step > 1 else None
+        self._count = self._counted()
+        self._predicted = self._fraction() if self._count else None
 
     def row(self, stage: StageName, model: str) -> Row:
         """What the step did."""
@@ -206,13 +207,18 @@ class Look:
             weights=encoded.elements,
             changed_fraction=encoded.changed / encoded.elements,
             predicted_fraction=self._predicted,
-            actual_fraction=self._fraction(self._step),
+            actual_fraction=self._fraction() if self._counted() > self._count else 0.0,
             bytes=len(encoded.data),
             bytes_full=sum(t.numel() * t.element_size() for t in served.values()),
         )
 
-    def _fraction(self, steps: int) -> float:
-        """By the moments after `steps` steps, at the rate of this step."""
+    def _counted(self) -> int:
+        """Steps that the optimizer made: it makes none without gradients."""
+        found = [v for key, v in self._policy.state().items() if key.startswith("step/")]
+        return max((int(value) for value in found), default=0)
+
+    def _fraction(self) -> float:
+        """By the moments as they are, at the rate of this step."""
         train, state = self._run.train, self._policy.state()
         rate = rates(train.learning_rate, train.warmup_steps, self._step)
         total, count = 0.0, 0
@@ -221,7 +227,7 @@ class Look:
                 first = state.get(f"exp_avg/{name}")
                 if first is None:
                     continue
-                second = state[f"exp_avg_sq/{name}"]
+                second, steps = state[f"exp_avg_sq/{name}"], int(state[f"step/{name}"])
                 moved = adamw_direction(first, second, steps, (train.beta1, train.beta2)) * rate
                 total += float(chance(moved, widths("bf16", old.float())).sum(dtype=torch.float64))
                 count += old.numel()
