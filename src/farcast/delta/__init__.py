@@ -19,6 +19,7 @@ from farcast.delta.bits import (
 )
 from farcast.delta.identity import entry_of, root_of, tensor_digest
 from farcast.delta.patch import Patch, PatchEntry, apply, encode, encode_bits
+from farcast.delta.squash import squash, squash_bits
 from farcast.delta.writing import EncodedDelta
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "held_bits",
     "nbytes_of",
     "root_of",
+    "squash",
+    "squash_bits",
     "tensor_digest",
     "to_bits",
     "word_bytes",

@@ -51,9 +51,14 @@ def encode_sparse(
     base: Bytes, target: Bytes, positions: npt.NDArray[np.int64], width: int
 ) -> bytes:
     """Code the words of `target` at `positions` against those of `base`."""
-    gaps = np.diff(positions, prepend=np.int64(-1)) - 1
     old, new = as_words(base, width)[positions], as_words(target, width)[positions]
-    return _pack_planes(gaps.astype("<u8"), LEVEL) + _pack_planes(fold(new - old), LEVEL)
+    return encode_changes(positions, new - old)
+
+
+def encode_changes(positions: npt.NDArray[np.int64], changes: Words) -> bytes:
+    """Code how much the words at `positions`, ascending, change."""
+    gaps = np.diff(positions, prepend=np.int64(-1)) - 1
+    return _pack_planes(gaps.astype("<u8"), LEVEL) + _pack_planes(fold(changes), LEVEL)
 
 
 def decode_sparse(

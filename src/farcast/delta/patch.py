@@ -22,7 +22,7 @@ from farcast.delta.bits import (
     nbytes_of,
     word_bytes,
 )
-from farcast.delta.blocks import Layout, split
+from farcast.delta.blocks import Changes, Layout, Places, split
 from farcast.delta.coding import decode_sparse
 from farcast.delta.conditioned import CODES, Parameters, field_of
 from farcast.delta.container import read_container
@@ -211,6 +211,20 @@ class Patch:
         if buffer.size != (stop - start) * words * blob.layout.bits // 8:
             raise FormatError(f"The buffer for rows of {name[:80]!r} has a wrong size.")
         return blob.apply_range(first, last + (over > 0), buffer, blob.layout.words)
+
+    def moves(self, name: str) -> tuple[Places, Changes]:
+        """Which words of a tensor change, ascending, and by how much (modulo their width): what
+        planes tell without a base. Raises `FormatError` for other codings."""
+        entry = self._entry(name)
+        if self._rows[name].coding != "planes":
+            raise FormatError(
+                f"Where {name[:80]!r} changes can only be told with the old weights; squash with "
+                "the base, or from an anchor on."
+            )
+        start, end = self._spans[name]
+        width = word_bytes(entry.dtype)
+        words = nbytes_of(entry.dtype, entry.shape) // width
+        return decode_sparse(self._data[start:end].data, words, entry.changed, width)
 
     def full(self, name: str) -> TensorBits:
         """A tensor that is whole in this patch, verified."""

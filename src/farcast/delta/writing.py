@@ -22,6 +22,7 @@ from farcast.delta.blocks import (
     Survey,
     Tables,
     block_cost,
+    dense_survey,
     join,
     survey,
     write_block,
@@ -92,6 +93,8 @@ class _Tensor:
         new, old, layout = self.new, self.old, self.layout
         if old is None:
             return [None] * len(blocks)
+        if new is old:
+            return [dense_survey(0, self.classes)] * len(blocks)
         if not isinstance(new, TensorBits):
             from farcast.delta.placed import surveys
 
@@ -149,8 +152,10 @@ def write_delta(
     *,
     threads: int,
     shards: int,
+    hash_unchanged: bool = True,
 ) -> EncodedDelta:
-    """See `encode_bits`."""
+    """See `encode_bits`. A tensor whose bits are the same object on both sides is not looked at;
+    without `hash_unchanged` the entries of unchanged tensors are those that were known."""
     base, target = _together(base, target)
     names = sorted(target, key=str.encode)
     writer = _Writer(base, target, shards)
@@ -162,7 +167,8 @@ def write_delta(
         for name in names:
             if name not in bodies and name in base_entries:
                 entries.setdefault(name, base_entries[name])
-        entries |= _hashed({name: target[name] for name in names if name not in entries}, crew)
+        wanted = names if hash_unchanged else list(bodies)
+        entries |= _hashed({name: target[name] for name in wanted if name not in entries}, crew)
         blobs = list(crew.each(writer.smallest, bodies.values()))
     rows = tuple(
         Row(name, target[name].dtype, target[name].shape, body.coding, body.block, body.changed, n)
@@ -174,7 +180,8 @@ def write_delta(
     data = write_container(header, digests, blobs, threads=threads)
     elements = sum(map(writer.elements, names))
     changed = sum(map(writer.changed, bodies.values()))
-    return EncodedDelta(data, {name: entries[name] for name in names}, changed, elements)
+    known = {name: entries[name] for name in names if name in entries}
+    return EncodedDelta(data, known, changed, elements)
 
 
 class _Writer:
@@ -212,7 +219,7 @@ class _Writer:
         if body.coding == "full" or WHOLE_FROM * len(blob) <= new.nbytes:
             return blob
         layout = self._layout(new, 8 * word_bytes(new.dtype))
-        whole = join([_whole(new, layout, index) for index in range(layout.count)])
+        whole = join([whole_block(new, layout, index) for index in range(layout.count)])
         if len(whole) >= len(blob):
             return blob
         body.coding, body.block = "full", layout.block
@@ -269,7 +276,7 @@ class _Writer:
         if found is None:
             lo, hi = tensor.layout.bounds(index)
             body.changed += hi - lo
-            return partial(_whole, tensor.new, tensor.layout, index)
+            return partial(whole_block, tensor.new, tensor.layout, index)
         if not found.changed:
             return _same
         body.changed += found.changed
@@ -360,7 +367,8 @@ def _hashed(tensors: Mapping[str, AnyBits], crew: Crew) -> dict[str, TensorEntry
     return out
 
 
-def _whole(new: AnyBits, layout: Layout, index: int) -> bytes:
+def whole_block(new: AnyBits, layout: Layout, index: int) -> bytes:
+    """A block of a tensor, coded without a base."""
     signed = new.dtype in FIELDS
     return write_whole(new.part(layout.span(index)), word_bytes(new.dtype), signed)
 
