@@ -30,7 +30,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Doors(TorchFunctionMode):
-    """Counts the bytes that go to the host and come from it, and refuses any other way there.
+    """Counts the bytes that go to the host and come from it, the `most` and the `largest` at once,
+    and refuses any other way there.
 
     A number alone may be read anywhere: what a kernel's size or a condition needs.
     """
@@ -40,7 +41,7 @@ class Doors(TorchFunctionMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.out = self.back = self.most = 0
+        self.out = self.back = self.most = self.largest = 0
         self._inside = threading.local()
         leave, come = device.to_host, device.to_device
 
@@ -55,6 +56,7 @@ class Doors(TorchFunctionMode):
 
         def to_device(array: np.ndarray[Any, Any], place: Any) -> torch.Tensor:
             self.back += array.nbytes
+            self.largest = max(self.largest, array.nbytes)
             return come(array, place)
 
         monkeypatch.setattr(device, "to_host", to_host)

@@ -61,7 +61,7 @@ def on_host(trained: nn.Module) -> Bits:
 def crossed(counted: Doors) -> tuple[int, int]:
     """Bytes that went to the host and came from it since the last call."""
     both = counted.out, counted.back
-    counted.out = counted.back = counted.most = 0
+    counted.out = counted.back = counted.most = counted.largest = 0
     return both
 
 
@@ -87,6 +87,7 @@ def test_from_trainer_to_replica_only_changes_cross(
                 assert out <= A_CHANGE * CHANGED + CLASSES + REST < size / 6
                 assert back <= REST
             assert replica.sync() == ref
+            assert number or 0 < doors.largest <= 2 * BLOCK
             out, back = crossed(doors)
             assert out <= REST
             assert back <= (A_CHANGE * CHANGED + REST if number else size)

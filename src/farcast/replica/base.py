@@ -174,6 +174,11 @@ class Target(abc.ABC):
         """The present bits of a tensor. A view where possible: not to be written into, unless
         the target `gives_copies`."""
 
+    def place_of(self, name: str) -> AnyBits | None:  # noqa: ARG002
+        """Any bits that lie on the device where `read(name)` has its own: a tensor that comes
+        whole is made beside them, block by block. None for host memory."""
+        return None
+
     def holds(self, name: str) -> bool:
         """Whether `read(name)` has an answer. A version may have tensors that a target was told
         to leave out."""

@@ -392,7 +392,7 @@ class Subscriber:
             return chain.finish(name, base, owned=self._target.gives_copies)
 
         with Crew(self._archive.threads) as crew:
-            made = crew.each(finish, self._bases(sizes, from_base=from_base))
+            made = crew.each(finish, self._bases(sizes, chain, from_base=from_base))
             for name, size in sizes.items():
                 try:
                     found = next(made)
@@ -411,12 +411,15 @@ class Subscriber:
                 self._report("decode", done, total)
 
     def _bases(
-        self, names: Iterable[str], *, from_base: bool
+        self, names: Iterable[str], chain: Chain, *, from_base: bool
     ) -> Iterator[tuple[str, AnyBits | None]]:
-        """Each tensor as the target holds it, read by this thread a little before its turn."""
+        """Each tensor as the target holds it, read by this thread a little before its turn; of one
+        that comes whole, where it shall lie."""
         for name in names:
-            held = from_base and self._target.holds(name)
-            yield name, self._target.read(name) if held else None
+            if from_base and self._target.holds(name):
+                yield name, self._target.read(name)
+            else:
+                yield name, self._target.place_of(name) if chain.is_whole(name) else None
 
     def _blame(self, name: str) -> None:
         """Raise `TargetChangedError` if it was the base that did not hold what it should."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from farcast.delta import AnyBits, held_bits, to_bits
+from farcast.delta import AnyBits, device_bits, held_bits, to_bits
 from farcast.delta.device import to_device, to_host
 from farcast.errors import TargetError, TensorMismatchError
 from farcast.formats import canonical_names
@@ -84,6 +84,9 @@ class TorchModule(LiveTarget):
         if slot is None:
             raise TargetError(f"The module has no tensor {name[:80]!r}; map its name with `names`.")
         return held_bits(slot.tensor.detach())
+
+    def place_of(self, name: str) -> AnyBits | None:
+        return device_bits(self._slots[name].tensor.new_empty(0)) if self.holds(name) else None
 
     # --- holes -------------------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ class WidenedModule(TorchModule):
         words = self._narrowed(name, cast(Words, bits.data.view(np.uint32)))
         return TensorBits(_SERVED, bits.shape, words.view(np.uint8))
 
+    def place_of(self, name: str) -> AnyBits | None:
+        return super().place_of(name) if self.holds(name) and not self._is_wide(name) else None
+
     def _places(self) -> Mapping[str, Place]:
         return {
             name: place._replace(dtype=_SERVED) if place.dtype == _WIDE else place

@@ -72,6 +72,12 @@ class Chain:
         last = self._patches[name][-1]
         return None if last is None else last.entries[name].entry
 
+    def is_whole(self, name: str) -> bool:
+        """Whether some patch holds this tensor whole, so that nothing before it is needed."""
+        patches = self._patches[name]
+        reset = patches[_last_reset(name, patches)]
+        return reset is not None and reset.entries[name].kind == "full"
+
     def finish(self, name: str, base: AnyBits | None, *, owned: bool = False) -> Finished:
         """A tensor that some patch names, after the last patch, verified; None if removed.
 
