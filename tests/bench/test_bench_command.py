@@ -70,6 +70,10 @@ def test_a_run_is_recorded_and_measured(farcast: Farcast, recording: Path, tmp_p
     assert all(row.keys() >= FIELDS for row in rows)
     assert all(row["verified"] for row in rows)
     assert all(row["encode_gb_s"] > 0 and row["decode_gb_s"] > 0 for row in rows)
+    (squash,) = report["squashes"]
+    assert (squash["hop"], squash["deltas"]) == ("0-3", 3)
+    assert 0 < squash["bytes_squash"] < squash["bytes_chain"]
+    assert "squashed" in said
     data = {row["data"] for row in rows}
     assert data >= {"tiny", "anchor", "tiny as fp8-e4m3", "synthetic"}
     assert {row["origin"] for row in rows} >= {

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from farcast.bench.measure import Row
 from farcast.bench.on_device import DeviceReport
+from farcast.bench.squashing import SquashRow
 from farcast.bench.suite import Machine
 
 WIDE = 112
@@ -19,13 +20,21 @@ _HEADINGS = ("coding", "bits", "/bound", "factor", "encode", "/copy", "decode", 
 _WIDE_HEADINGS = ("2 cores", "scratch MiB")
 
 
-def show(rows: Sequence[Row], device: DeviceReport, machine: Machine, console: Console) -> None:
+def show(
+    rows: Sequence[Row],
+    device: DeviceReport,
+    squashes: Sequence[SquashRow],
+    machine: Machine,
+    console: Console,
+) -> None:
     """All tables, one for each change, and how to read them."""
     wide = console.width >= WIDE
     for _, group in groupby(rows, key=lambda row: (row.data, row.hop)):
         console.print(table_of(list(group), wide=wide))
     if device.rows:
         console.print(device_table(device))
+    for squash in squashes:
+        console.print(_squashed(squash))
     console.print(_notes(rows, machine, wide=wide))
     console.print(Text(device.note, style="dim"))
 
@@ -56,6 +65,16 @@ def device_table(device: DeviceReport) -> Group:
     title = Text(f"farcast on {device.device}", style="bold cyan")
     title.append("   GB/s of the whole served version", style="not bold default")
     return Group(title, table, Text())
+
+
+def _squashed(row: SquashRow) -> Text:
+    text = Text(f"{row.data}, {row.hop} squashed", style="bold cyan")
+    text.append(
+        f"   {row.bytes_squash:,} bytes, {row.squash_over_chain:.2f} of the {row.deltas} single "
+        f"deltas' {row.bytes_chain:,}\n",
+        style="not bold default",
+    )
+    return text
 
 
 def _heading(row: Row) -> tuple[Text, Padding]:

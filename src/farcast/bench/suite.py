@@ -19,6 +19,7 @@ from farcast.bench.fireworks import fireworks
 from farcast.bench.measure import FIELDS, Effort, Row, measure
 from farcast.bench.on_device import DeviceReport, measure_device
 from farcast.bench.peers import peers
+from farcast.bench.squashing import SquashRow
 from farcast.bench.synthetic import synthetic
 
 DENSITIES = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0)
@@ -53,6 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, str]
     rows: list[Row]
     device: DeviceReport
+    squashes: list[SquashRow]
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,13 @@ def this_machine() -> Machine:
 
 
 def report_of(
-    folder: Path, rows: list[Row], device: DeviceReport, machine: Machine, *, quick: bool
+    folder: Path,
+    rows: list[Row],
+    device: DeviceReport,
+    squashes: list[SquashRow],
+    machine: Machine,
+    *,
+    quick: bool,
 ) -> Report:
     return Report(
         recording=folder.name,
@@ -120,6 +128,7 @@ def report_of(
         fields=FIELDS,
         rows=rows,
         device=device,
+        squashes=squashes,
     )
 
 

@@ -72,6 +72,7 @@ def codec(
     from rich.console import Console
 
     from farcast.bench.report import show
+    from farcast.bench.squashing import measure_squashes
     from farcast.bench.suite import report_of, run_on_device, this_machine
 
     for path in (json, plot):
@@ -80,12 +81,13 @@ def codec(
     machine = this_machine()
     rows = list(_with_progress(data, quick, console))
     device = run_on_device(data, quick=quick)
-    options.write_json(json, report_of(data, rows, device, machine, quick=quick))
+    squashes = list(measure_squashes(data))
+    options.write_json(json, report_of(data, rows, device, squashes, machine, quick=quick))
     if plot is not None:
         from farcast.bench.plot import plot_rows
 
         plot_rows(rows, plot)
-    show(rows, device, machine, console)
+    show(rows, device, squashes, machine, console)
 
 
 def _with_progress(data: Path, quick: bool, console: "Console") -> "Iterator[Row]":
