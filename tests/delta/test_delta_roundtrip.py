@@ -57,7 +57,7 @@ def test_every_change_comes_back(pair: tuple[TensorBits, TensorBits]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_bit_pattern_of_16_bits_and_every_step(dtype: str) -> None:
+def test_case_009_every_bit_pattern_of_16_bits_and_every_step(dtype: str) -> None:
     every = np.arange(65536, dtype="<u2")
     for step in (1, 255, 256, 32768, 65535):
         base = bits_of(dtype, every.nbytes, every.tobytes())
@@ -90,7 +90,7 @@ def test_zero_dimensions_and_nothing_at_all() -> None:
     assert apply({}, encode({}, target))["empty"].shape == (0, 3)
 
 
-def test_layouts_and_byte_orders_are_the_same_bits() -> None:
+def test_case_033_layouts_and_byte_orders_are_the_same_bits() -> None:
     """Case 033."""
     w = np.arange(24, dtype=np.float32).reshape(4, 6)
     wide, big = np.broadcast_to(w[0], (3, 6)), w.astype(">f4")
@@ -117,12 +117,12 @@ def test_unaligned_and_read_only_memory() -> None:
         (np.array([1], "<i8"), np.array([2**32 + 1], "<i8")),
     ],
 )
-def test_a_change_in_any_byte_is_a_change(old: np.ndarray, new: np.ndarray) -> None:
+def test_case_007_a_change_in_any_byte_is_a_change(old: np.ndarray, new: np.ndarray) -> None:
     """Case 007."""
     assert apply({"w": old}, encode({"w": old}, {"w": new}))["w"].tolist() == new.tolist()
 
 
-def test_an_anchor_is_whole() -> None:
+def test_case_005_an_anchor_is_whole() -> None:
     """Case 005."""
     anchor = encode({}, {"a": np.arange(9), "b": np.arange(5.0)})
     out = apply({}, anchor)
@@ -130,7 +130,7 @@ def test_an_anchor_is_whole() -> None:
     assert out["b"].tolist() == list(range(5))
 
 
-def test_no_change_is_larger_than_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_027_no_change_is_larger_than_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 027."""
     monkeypatch.setattr(blocks, "BLOCK_WORDS", 1 << 20)
     chance = np.random.default_rng(1)
@@ -142,7 +142,7 @@ def test_no_change_is_larger_than_the_tensor(monkeypatch: pytest.MonkeyPatch) ->
     assert len(encode({"w": one}, {"w": changed})) < 1024
 
 
-def test_the_same_bytes_from_another_process() -> None:
+def test_case_037_the_same_bytes_from_another_process() -> None:
     """Case 037."""
     code = (
         "import numpy as np; from farcast.delta import encode; a = np.arange(70000, dtype='<u2'); "

@@ -168,7 +168,7 @@ def test_counts_have_bounds() -> None:
         decode_manifest(raw(anchor=objects), run_id="run1", version=7)
 
 
-def test_ten_million_entries_are_refused_at_once() -> None:
+def test_case_101_ten_million_entries_are_refused_at_once() -> None:
     """Case 101: refused by size, before anything is parsed."""
     data = b'{"anchor":[' + b"{}," * 10_000_000 + b"{}]}"
     started = time.perf_counter()

@@ -36,7 +36,7 @@ def test_every_version_rebuilds_to_what_was_published() -> None:
         assert manifest.changed == (2 if step else manifest.elements)
 
 
-def test_an_anchor_alone_is_enough() -> None:
+def test_case_005_an_anchor_alone_is_enough() -> None:
     """Case 005: only `a` changes at the anchor's version; everything is in it all the same."""
     store = MemoryStore()
     publisher = Publisher(store, RUN, anchor_every=2)
@@ -63,7 +63,7 @@ def test_an_anchor_alone_is_enough() -> None:
         (np.array([0x7FC00000], "<u4").view("<f4"), np.array([0x7FC00001], "<u4").view("<f4")),
     ],
 )
-def test_no_change_is_overlooked(before: Any, after: Any) -> None:
+def test_case_007_no_change_is_overlooked(before: Any, after: Any) -> None:
     """Case 007."""
     store = MemoryStore()
     publisher = Publisher(store, RUN)
@@ -103,7 +103,7 @@ def every_pattern() -> dict[str, Any]:
     return made
 
 
-def test_every_bit_pattern_of_every_dtype_survives() -> None:
+def test_case_009_every_bit_pattern_of_every_dtype_survives() -> None:
     """Case 009, as first version and as a delta onto other bits."""
     store = MemoryStore()
     publisher = Publisher(store, RUN)
@@ -138,7 +138,7 @@ def test_case_021_unchanged_weights_give_empty_deltas_and_are_never_written_into
     assert rebuilt(store, 49) == before
 
 
-def test_memory_layout_does_not_matter() -> None:
+def test_case_033_memory_layout_does_not_matter() -> None:
     """Case 033."""
     w = np.arange(24, dtype=np.float32).reshape(4, 6)
     layouts = {
@@ -176,7 +176,7 @@ for step in range(5):
 """
 
 
-def test_equal_tensors_give_equal_objects_in_any_process(tmp_path: Path) -> None:
+def test_case_037_equal_tensors_give_equal_objects_in_any_process(tmp_path: Path) -> None:
     """Case 037."""
     stores = MemoryStore(), MemoryStore()
     for store in stores:

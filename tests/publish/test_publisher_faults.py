@@ -209,7 +209,7 @@ def test_publishing_the_same_content_again_heals_a_damaged_object() -> None:
     assert rebuilt(store, 1) == bits_of(tensors())
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+def test_case_043_every_flipped_bit_is_noticed() -> None:
     """Case 043."""
     store = world(4)
     wanted = bits_of(tensors(3))

@@ -449,7 +449,7 @@ def test_case_097_a_pickle_is_refused_wherever_it_lies(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_manifest_of_ten_million_entries_is_not_even_read() -> None:
+def test_case_101_a_manifest_of_ten_million_entries_is_not_even_read() -> None:
     """Case 101."""
     store = MemoryStore()
     store.put(version_key(0), b'{"anchor":[' + b"{}," * 10_000_000 + b"{}]}")

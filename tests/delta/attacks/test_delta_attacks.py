@@ -39,19 +39,19 @@ def test_the_forge_makes_valid_files() -> None:
     assert np.count_nonzero(words != 50) == 2
 
 
-def test_a_position_at_the_end() -> None:
+def test_case_025_a_position_at_the_end() -> None:
     """Case 025: index == numel."""
     refused_untouched(
         one_class(Bits().rice(1, 0).rice(100, 0).rice(0, 0).raw(0, 1).bytes(), changed=1)
     )
 
 
-def test_a_position_far_behind_the_end() -> None:
+def test_case_025_a_position_far_behind_the_end() -> None:
     blob = Bits().rice(1, 0).rice(2**63, 0).rice(0, 0).raw(0, 1)
     refused_untouched(one_class(blob.bytes(), changed=1))
 
 
-def test_more_changes_than_the_header_says() -> None:
+def test_case_025_more_changes_than_the_header_says() -> None:
     blob = Bits().rice(2, 0)
     for _ in range(2):
         blob.rice(0, 0).rice(0, 0).raw(0, 1)
@@ -129,7 +129,7 @@ def test_trailing_bytes() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**63, 10**4])
 @pytest.mark.parametrize("which", ["raw", "packed"])
-def test_header_lengths(which: str, length: int) -> None:
+def test_case_101_header_lengths(which: str, length: int) -> None:
     """Case 101: no length is believed before it is bounded."""
     data = valid()
     _, raw, packed = PREFIX.unpack_from(data)
@@ -141,7 +141,7 @@ def test_header_lengths(which: str, length: int) -> None:
     tracemalloc.stop()
 
 
-def test_an_impossible_shape() -> None:
+def test_case_101_an_impossible_shape() -> None:
     with pytest.raises(LimitError):
         Patch.open(change_row(2, [2**62, 4]))
 
@@ -161,7 +161,7 @@ def test_an_unknown_dtype() -> None:
         Patch.open(change_row(1, "BF17"))
 
 
-def test_another_dtype_of_the_same_size() -> None:
+def test_case_025_another_dtype_of_the_same_size() -> None:
     """Case 025: wrong dtype. The new bits' digest is what closes this."""
     buffer = base_bits().data.copy()
     with pytest.raises((FormatError, IntegrityError)):
@@ -241,7 +241,7 @@ def test_a_tensor_removed_and_written() -> None:
         Patch.open(reheadered(change))
 
 
-def test_a_million_empty_tensors() -> None:
+def test_case_101_a_million_empty_tensors() -> None:
     """Case 101."""
 
     def change(header: list) -> None:
