@@ -118,18 +118,28 @@ class Blob:
 
     def apply(self, buffer: Bytes, changed: int, threads: int = 1) -> Applied:
         """Change the whole tensor in `buffer`, in place, or leave it as it was and raise."""
-        applied = Applied(buffer, self.layout.bits)
+        if threads == 1 or len(self.spans) == 1:
+            applied = self.apply_range(0, len(self.spans), buffer, changed)
+        else:
+            applied = self._apply_pieces(buffer, changed, threads)
+        if applied.changed != changed:
+            applied.undo()
+            raise FormatError(WRONG_COUNT)
+        return applied
+
+    def _apply_pieces(self, buffer: Bytes, most: int, threads: int) -> Applied:
+        """`apply_range` of the whole tensor, a piece on each thread."""
 
         def apply_piece(piece: range) -> Applied | Exception:
-            span = self._bytes_of(piece)
+            own = buffer[self._bytes_of(piece)]
             try:
-                return self.apply_range(piece.start, piece.stop, buffer[span], changed)
+                return self.apply_range(piece.start, piece.stop, own, most)
             except Exception as error:  # noqa: BLE001 - raised once the other pieces are done
                 return error
 
-        errors: list[Exception] = []
+        applied, errors = Applied(buffer, self.layout.bits), []
+        pieces = _pieces(len(self.spans), threads)
         with Crew(threads) as crew:
-            pieces = _pieces(len(self.spans), crew.threads)
             for piece, done in zip(pieces, crew.each(apply_piece, pieces), strict=True):
                 if isinstance(done, Exception):
                     errors.append(done)
@@ -138,9 +148,6 @@ class Blob:
         if errors:
             applied.undo()
             raise errors[0]
-        if applied.changed != changed:
-            applied.undo()
-            raise FormatError(WRONG_COUNT)
         return applied
 
     def fill(self, buffer: Bytes, threads: int = 1) -> None:

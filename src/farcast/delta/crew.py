@@ -63,7 +63,8 @@ class Crew:
         left = list(self._running)
         for future in left:
             future.cancel()
-        wait(left)
+        if left:
+            wait(left)
 
     def each(self, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
         """`map`, with as many results waiting as memory is meant for."""

@@ -6,7 +6,8 @@ input is malformed or its output would not fit, and every index it forms is boun
 The speed comes from `_classes`, `_equal` and `_differ`: one call looks at 64 words and answers
 with a 64-bit mask, so that words are looked at one by one only where they are rare or changed.
 Only `farcast.delta.blocks` imports this module, and only when it first codes something:
-importing numba takes a second.
+importing numba takes a second. All kernels stand in one file since numba keeps what it compiled
+by the file a kernel stands in: after a change elsewhere it would go on with the old one.
 """
 
 # mypy: ignore-errors
