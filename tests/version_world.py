@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from farcast.delta import TensorBits, to_bits
+from farcast.delta import AnyBits, to_bits
 from farcast.store import MemoryStore, Store
 from farcast.store.archive import Archive
 
@@ -38,8 +38,8 @@ def bits_of(values: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], 
     return plain({name: to_bits(value) for name, value in values.items()})
 
 
-def plain(bits: Mapping[str, TensorBits]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (b.dtype, tuple(b.shape), b.data.tobytes()) for name, b in bits.items()}
+def plain(bits: Mapping[str, AnyBits]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {name: (b.dtype, tuple(b.shape), to_bits(b).data.tobytes()) for name, b in bits.items()}
 
 
 def rebuilt(store: Store, version: int, *, run_id: str = RUN) -> dict[str, Any]:
