@@ -19,7 +19,9 @@ AHEAD = 1
 """Tasks a thread that may wait for their turn."""
 
 BATCH_BYTES = 1 << 20
-"""Small tensors are handed over together: a hand-over takes as long as hashing some 100 KB."""
+BATCHES = 8
+"""Small tensors are handed over together, in so many batches a thread, of so many bytes at least:
+who hands over wants the interpreter's lock as well, and while it waits for it the others do."""
 
 
 def shares(sizes: Mapping[str, int], threads: int) -> tuple[list[str], list[list[str]]]:
@@ -29,9 +31,10 @@ def shares(sizes: Mapping[str, int], threads: int) -> tuple[list[str], list[list
     names = sorted(sizes, key=lambda name: (-sizes[name], name))
     large = [name for name in names if threads > 1 and sizes[name] * threads > total]
     batches: list[list[str]] = []
-    held = BATCH_BYTES
+    most = max(BATCH_BYTES, total // (BATCHES * threads))
+    held = most
     for name in names[len(large) :]:
-        if held >= BATCH_BYTES:
+        if held >= most:
             batches.append([])
             held = 0
         batches[-1].append(name)
