@@ -15,14 +15,10 @@ from farcast.errors import StoreUnavailableError
 from farcast.gateway.listening import Listener
 from farcast.gateway.tokens import Token
 from farcast.gateway.upstream import Upstream
+from farcast.interop.answers import NotRecordedError
+from farcast.interop.outcomes import Outcome, read_outcome
 from farcast.interop.record_process import RecordingProxy, RecordOptions
-from farcast.interop.recording import (
-    NotRecordedError,
-    Outcome,
-    RecordedClient,
-    Recorder,
-    read_outcome,
-)
+from farcast.interop.recording import RecordedClient, Recorder
 from farcast.store import open_store
 from farcast.store.testing import Fail, FaultStore, Rule
 from farcast.trajectory import Trajectory

@@ -21,14 +21,10 @@ from test_recording import RUN, World, answer
 
 from farcast import TrajectoryReceiver, TrajectorySender
 from farcast.errors import ConfigError, FormatError, StoreUnavailableError
+from farcast.interop.answers import NotRecordedError
 from farcast.interop.journal import Journal
-from farcast.interop.recording import (
-    ClosedError,
-    Feedback,
-    NotRecordedError,
-    Outcome,
-    Recorder,
-)
+from farcast.interop.outcomes import Feedback, Outcome
+from farcast.interop.recording import ClosedError, Recorder
 from farcast.interop.streamed import StreamedAnswer
 from farcast.store import open_store
 from farcast.store.testing import Fail, FaultStore, Rule
@@ -309,7 +305,8 @@ from pathlib import Path
 from test_recording import RUN, answer
 from farcast import TrajectorySender
 from farcast.interop.journal import Journal
-from farcast.interop.recording import Outcome, Recorder
+from farcast.interop.outcomes import Outcome
+from farcast.interop.recording import Recorder
 from farcast.store import open_store
 
 folder, stop = Path(sys.argv[1]), int(sys.argv[3])

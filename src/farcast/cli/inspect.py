@@ -86,7 +86,7 @@ def inspect(
 
 def _read(archive: "Archive") -> Lineage:
     from farcast.fleet.finding import versions_in
-    from farcast.store.archive import UNUSABLE
+    from farcast.lineage import UNUSABLE
 
     lines: list[VersionLine] = []
     damaged: list[DamagedLine] = []

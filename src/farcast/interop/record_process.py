@@ -30,15 +30,9 @@ from farcast.gateway.router import SESSION
 from farcast.gateway.streams import MEDIA_TYPE
 from farcast.gateway.tokens import Token
 from farcast.gateway.upstream import UnreachableError, Upstream
-from farcast.interop.recording import (
-    ClosedError,
-    Feedback,
-    NotRecordedError,
-    Recorder,
-    asking_for_tokens,
-    read_feedback,
-    read_outcome,
-)
+from farcast.interop.answers import NotRecordedError, asking_for_tokens
+from farcast.interop.outcomes import Feedback, read_feedback, read_outcome
+from farcast.interop.recording import ClosedError, Recorder
 from farcast.interop.streamed import StreamedAnswer
 
 OUTCOME_PATH = "/farcast/outcome"

@@ -11,121 +11,47 @@ With a journal, an interaction is on disk before it is said to be recorded, and 
 is sent: a recorder that starts again on the same folder goes on where the last one was killed. What
 is said twice counts once.
 
-Refuses, with a reason and without touching the answer: what has no token ids or log-probs, greedy
-sampling, several choices, and tokens of which nobody can say which version wrote them.
+Refuses, with a reason and without touching the answer, what nobody can learn from: see `answers`.
 """
 
-import base64
-import io
 import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from blake3 import blake3
-from numpy.typing import NDArray
 
 from farcast.engines.base import Completion, FinishReason
 from farcast.errors import FarcastError, FormatError, TrajectoryError
+from farcast.interop.answers import (
+    ASKED_FOR,
+    NotRecordedError,
+    read_answer,
+    sampling_of,
+    shown_role,
+)
 from farcast.interop.journal import Closed, Journal
+from farcast.interop.outcomes import Feedback, Outcome
 from farcast.rollout import Episode
 from farcast.trajectory import Role, Trajectory, TrajectorySender, check_trajectory
 from farcast.trajectory.wire import (
-    MAX_EXPERT_LAYERS,
-    MAX_EXPERTS_PER_TOKEN,
     MAX_FEEDBACK,
     MAX_TOKENS,
     SAID_BY_MODEL,
 )
-from farcast.types import NAME_PATTERN, Name, PolicySpan
+from farcast.types import NAME_PATTERN
 
 MAX_SESSIONS = 4096
 MAX_CLOSED = 1 << 16
 IDLE_SECONDS = 3600.0
 """A session of which nothing was heard for so long has no outcome to come."""
 
-_ASKED_FOR: Mapping[str, Any] = {"return_token_ids": True}
-
-
-class NotRecordedError(TrajectoryError):
-    """An interaction cannot become training data; the message says why."""
-
 
 class ClosedError(TrajectoryError):
     """A session went home with another outcome, or before what is now said of it."""
-
-
-class Feedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was said of a turn, later. `turn` counts the model's turns from 0."""
-
-    turn: Annotated[int, msgspec.Meta(ge=0)]
-    text: Annotated[str, msgspec.Meta(max_length=MAX_FEEDBACK)]
-
-
-class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a session ended. With `group_id`, sessions of one question make one GRPO group of
-    `group_size`; `aborted` releases the group instead of leaving it to wait."""
-
-    session: Name
-    reward: float
-    rewards: dict[str, float] = {}
-    group_id: Name | None = None
-    group_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
-    task: Annotated[str, msgspec.Meta(max_length=1 << 10)] = ""
-    seed: int = 0
-    aborted: bool = False
-    feedback: tuple[Feedback, ...] = ()
-    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=256)] = {}
-
-
-class _At(msgspec.Struct):
-    version: int
-    root: str
-
-
-class _Span(msgspec.Struct):
-    start: int
-    end: int
-    version: int
-    root: str
-    choice: int = 0
-
-
-class _Provenance(msgspec.Struct):
-    start: _At
-    spans: list[_Span] | None = []
-
-
-class _Token(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
-    token_logprobs: list[float | None] | None = None
-
-
-class _Message(msgspec.Struct):
-    tool_calls: list[Any] | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    message: _Message | None = None
-    routed_experts: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    prompt_token_ids: list[int] | None = None
-    farcast: _Provenance | None = None
 
 
 class _Step(msgspec.Struct, frozen=True, array_like=True):
@@ -253,7 +179,7 @@ class Recorder:
         it again gives the same ids, and another outcome raises `ClosedError`.
 
         An error of the store leaves the session open for this outcome: attach it again."""
-        digest = _digest(outcome)
+        digest = outcome.digest()
         with self._lock:
             closed = self._closed.get(outcome.session)
         if closed is None:
@@ -288,8 +214,8 @@ class Recorder:
             raise NotRecordedError(
                 "A session's name has at most 100 letters, digits, '.', '_' or '-'; rename it."
             )
-        sampling = _sampling(request)
-        prompt, completion, role, experts = _read(answer)
+        sampling = sampling_of(request)
+        prompt, completion, role, experts = read_answer(answer)
         with self._lock:
             if name in self._closed:
                 raise NotRecordedError(f"The session {name} has ended; begin another one.")
@@ -305,7 +231,7 @@ class Recorder:
             held = len(episode.token_ids)
             if max(held, len(prompt)) + len(completion.token_ids) > MAX_TOKENS:
                 raise NotRecordedError(f"The session is longer than {MAX_TOKENS} tokens; end it.")
-            shown: Role = _shown_role(request) if held else "user"
+            shown: Role = shown_role(request) if held else "user"
             drift = None
             try:
                 episode.check_prompt(prompt)
@@ -439,10 +365,6 @@ def _told(trajectory: Trajectory, said: Mapping[int, str], first: int) -> Trajec
     return msgspec.structs.replace(trajectory, turns=tuple(turns))
 
 
-def _digest(outcome: Outcome) -> str:
-    return blake3(msgspec.json.encode(outcome, order="deterministic")).hexdigest()
-
-
 class RecordedClient:
     """An OpenAI-compatible client whose chat completions are recorded.
 
@@ -463,7 +385,7 @@ class RecordedClient:
 
     def chat(self, session: str, **request: Any) -> Any:
         """`client.chat.completions.create(**request)`, as a turn of `session`."""
-        extra = {**(request.pop("extra_body", None) or {}), **_ASKED_FOR}
+        extra = {**(request.pop("extra_body", None) or {}), **ASKED_FOR}
         started = time.time()
         answer = self._client.chat.completions.create(
             **{**request, "logprobs": True}, extra_body=extra
@@ -478,120 +400,3 @@ class RecordedClient:
         except NotRecordedError as error:
             self._on_refused(error)
         return answer
-
-
-def asking_for_tokens(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request as it has to be asked so that its answer can be recorded."""
-    more = {"logprobs": True} if path.endswith("/chat/completions") else {"logprobs": 1}
-    return {**request, **_ASKED_FOR, **more}
-
-
-def _sampling(request: Mapping[str, Any]) -> tuple[float, float, int]:
-    try:
-        temperature = float(request.get("temperature", 1.0))
-        top_p, top_k = float(request.get("top_p", 1.0)), max(int(request.get("top_k", 0)), 0)
-    except (TypeError, ValueError):
-        raise NotRecordedError("The request's sampling settings are no numbers.") from None
-    if not 0 < temperature < 1e6 or not 0 < top_p <= 1 or top_k > 1 << 31:
-        raise NotRecordedError("Greedy or unusual sampling has no log-probs to learn from.")
-    return temperature, top_p, top_k
-
-
-def _read(answer: bytes) -> tuple[list[int], Completion, Role, NDArray[Any] | None]:
-    """Prompt, completion, its role and its experts, out of an answer's JSON."""
-    try:
-        read = msgspec.json.decode(answer, type=_Answer)
-    except msgspec.DecodeError as error:
-        raise NotRecordedError(f"The answer is not understood ({error}).") from error
-    if len(read.choices) != 1:
-        raise NotRecordedError("An answer with one choice can be recorded; ask for n=1.")
-    choice = read.choices[0]
-    prompt = read.prompt_token_ids or choice.prompt_token_ids
-    ids, logprobs = choice.token_ids, _logprobs(choice.logprobs)
-    if not prompt or not ids or len(logprobs) != len(ids):
-        raise NotRecordedError(
-            "The engine gave no token ids with a log-prob each; use one that knows "
-            "return_token_ids, such as vLLM."
-        )
-    finish: FinishReason = {"length": "length", "abort": "aborted"}.get(  # type: ignore[assignment]
-        choice.finish_reason or "", "stop"
-    )
-    spans = _spans(read.farcast, len(ids))
-    called = choice.message is not None and bool(choice.message.tool_calls)
-    completion = Completion(tuple(ids), tuple(logprobs), spans, finish)
-    rows = len(prompt) + len(ids)
-    experts = _experts(choice.routed_experts, rows) if choice.routed_experts else None
-    return prompt, completion, "tool_call" if called else "model", experts
-
-
-def _experts(encoded: str, tokens: int) -> NDArray[Any] | None:
-    """[tokens or fewer, layers, top_k] out of base64 of an .npy file, as vLLM gives it; None where
-    it is of no use."""
-    try:
-        data = base64.b64decode(encoded, validate=True)
-        array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, OSError, MemoryError, SyntaxError):
-        return None
-    if array.ndim != 3 or array.dtype.kind not in "iu" or not 0 < len(array) <= tokens:
-        return None
-    layers, top_k = array.shape[1:]
-    if not 0 < layers <= MAX_EXPERT_LAYERS or not 0 < top_k <= MAX_EXPERTS_PER_TOKEN:
-        return None
-    if array.dtype.itemsize > 2 and (int(array.min()) < 0 or int(array.max()) >= 1 << 16):
-        return None
-    return array.astype("u1" if array.dtype.itemsize == 1 else "<u2")
-
-
-def _logprobs(given: _Logprobs | None) -> list[float]:
-    if given is None:
-        return []
-    if given.content is not None:
-        return [token.logprob for token in given.content]
-    return [p for p in given.token_logprobs or () if p is not None]
-
-
-def _spans(said: _Provenance | None, tokens: int) -> tuple[PolicySpan, ...]:
-    if said is None or said.spans is None:
-        raise NotRecordedError(
-            "Nobody says which version wrote the tokens; put `farcast replica` before the engine."
-        )
-    if not said.spans:
-        return (PolicySpan(0, tokens, said.start.version, said.start.root),)
-    spans = tuple(
-        PolicySpan(s.start, min(s.end, tokens), s.version, s.root)
-        for s in said.spans
-        if s.choice == 0 and s.start < tokens
-    )
-    if not spans or spans[0].start or spans[-1].end != tokens:
-        raise NotRecordedError("The spans of the answer do not cover its tokens.")
-    return spans
-
-
-def _shown_role(request: Mapping[str, Any]) -> Role:
-    """What a prompt added since the turn before, by its last message."""
-    messages = request.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    said = last.get("role") if isinstance(last, dict) else None
-    return "user" if said == "user" else "observation"
-
-
-class SessionFeedback(Feedback, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Feedback, and the session that it is about."""
-
-    session: Name
-
-
-def read_feedback(body: bytes) -> SessionFeedback:
-    """Feedback from JSON, or `FormatError`."""
-    try:
-        return msgspec.json.decode(body, type=SessionFeedback)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"The feedback is not valid ({error}); correct that field.") from error
-
-
-def read_outcome(body: bytes) -> Outcome:
-    """An outcome from JSON, or `FormatError`."""
-    try:
-        return msgspec.json.decode(body, type=Outcome)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"The outcome is not valid ({error}); correct that field.") from error

@@ -2,6 +2,7 @@
 
 from farcast.lineage.encoding import (
     MAX_TIMESTAMP_BYTES,
+    UNUSABLE,
     check_manifest,
     decode_manifest,
     decode_run_record,
@@ -52,6 +53,7 @@ __all__ = [
     "OBJECTS_PREFIX",
     "RUN_KEY",
     "TIMESTAMP_KEY",
+    "UNUSABLE",
     "VERSIONS_PREFIX",
     "Costs",
     "Delta",

@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET
 
-from farcast.errors import FormatError, LimitError, RunMismatchError
+from farcast.errors import FormatError, IntegrityError, LimitError, RunMismatchError
 from farcast.lineage.manifest import (
     MAX_MANIFEST_BYTES,
     RUN_KEY,
@@ -39,6 +39,9 @@ from farcast.lineage.manifest import (
 )
 
 _T = TypeVar("_T", Manifest, RunRecord, Timestamp)
+
+UNUSABLE = (FormatError, IntegrityError, RunMismatchError)
+"""What a damaged, forged, unsigned or misplaced manifest raises."""
 
 MAX_TIMESTAMP_BYTES = 4096
 """A name of 128 characters, a digest and a signature take less than 600."""

@@ -38,6 +38,7 @@ from farcast.errors import (
 )
 from farcast.formats import canonical_names
 from farcast.lineage import (
+    UNUSABLE,
     Manifest,
     Signer,
     TrustedKey,
@@ -65,7 +66,7 @@ from farcast.publish.shard_formats import Holding
 from farcast.publish.sharded import ShardedVersions
 from farcast.publish.snapshot import Bits, Snapshots, comes_over, views
 from farcast.publish.timestamps import VALID_SECONDS, Timestamps
-from farcast.store.archive import UNUSABLE, Archive
+from farcast.store.archive import Archive
 from farcast.store.base import Store
 from farcast.store.collecting import GRACE, Garbage, collect_garbage
 from farcast.store.rebuilding import Weights

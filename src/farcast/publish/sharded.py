@@ -35,6 +35,7 @@ from farcast.errors import (
     VersionConflictError,
 )
 from farcast.lineage import (
+    UNUSABLE,
     Delta,
     Manifest,
     ObjectRef,
@@ -49,7 +50,6 @@ from farcast.publish.pieces import Assignment, Layout, assign, layout_digest
 from farcast.publish.poison import check_poison
 from farcast.publish.shard_formats import Holding, ShardFormats
 from farcast.publish.snapshot import Bits
-from farcast.store.archive import UNUSABLE
 from farcast.types import Digest, TensorEntry
 
 Entries = dict[str, TensorEntry]

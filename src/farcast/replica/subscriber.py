@@ -42,12 +42,12 @@ from farcast.errors import (
     TargetChangedError,
     UnknownVersionError,
 )
-from farcast.lineage import Costs, Manifest, ObjectRef, Plan, TrustedKey
+from farcast.lineage import UNUSABLE, Costs, Manifest, ObjectRef, Plan, TrustedKey
 from farcast.lineage import plan as plan_path
 from farcast.replica.base import Draft, Goal, Target
 from farcast.replica.freshness import Freshness, OnExpiry
 from farcast.store import Store
-from farcast.store.archive import UNUSABLE, Archive
+from farcast.store.archive import Archive
 from farcast.store.rebuilding import Chain, Finished
 from farcast.types import TensorEntry, VersionRef
 

@@ -35,7 +35,6 @@ from farcast.delta import Patch, TensorBits, all_bits
 from farcast.errors import (
     ConfigError,
     FarcastError,
-    FormatError,
     IntegrityError,
     LimitError,
     ObjectExistsError,
@@ -51,6 +50,7 @@ from farcast.lineage import (
     MAX_TIMESTAMP_BYTES,
     RUN_KEY,
     TIMESTAMP_KEY,
+    UNUSABLE,
     VERSIONS_PREFIX,
     Costs,
     Manifest,
@@ -71,6 +71,7 @@ from farcast.lineage import (
     version_key,
 )
 from farcast.store.base import Store
+from farcast.store.paths import Lineage, Seen, lineage_between
 from farcast.store.rebuilding import Chain, Rebuild, Weights, check_weights
 from farcast.store.threads import threads_of
 from farcast.store.transfers import in_parallel
@@ -85,23 +86,10 @@ CREATE_TRIES = 4
 PROBES = 8
 """Versions asked for one by one; a reader that is further behind lists instead."""
 
-PREFETCHED = 256
-"""Manifests read ahead at once for a plan that spans many versions."""
-
-EXACT_SPAN = 32
-"""Versions up to which a plan weighs every path. Over more it follows the longest deltas, and
-reads O(log n) manifests instead of n."""
-
-MAX_SHORT_STEPS = 16
-"""Single deltas in a row after which a run is taken to have no squashed ones."""
-
 MANIFESTS_KEPT = 8192
 
 LOOKED_BACK = 64
 """Versions tried, from the last one listed, until a manifest can be used."""
-
-UNUSABLE = (FormatError, IntegrityError, RunMismatchError)
-"""What a damaged, forged, unsigned or misplaced manifest raises."""
 
 
 class Archive:
@@ -162,6 +150,11 @@ class Archive:
     def threads(self) -> int:
         """What a version is rebuilt on."""
         return self._threads
+
+    @property
+    def workers(self) -> int:
+        """Requests of one call that may be in flight."""
+        return self._workers
 
     @property
     def served_format(self) -> str | None:
@@ -232,10 +225,10 @@ class Archive:
         """The cheapest path, reading the manifests that it needs. Where damaged ones leave no
         path, their damage is raised."""
         try:
-            return plan(have, want, self._lineage(have, want), costs)
+            return plan(have, want, lineage_between(self, have, want), costs)
         except UnknownVersionError:
             with contextlib.suppress(UnknownVersionError):  # an older anchor may do
-                return plan(have, want, _Lineage(self))
+                return plan(have, want, Lineage(self))
             damage = self.damage_between(have, want)
             if damage is not None:
                 raise damage from None
@@ -245,6 +238,11 @@ class Archive:
         """What a manifest of this archive is called where no one format is looked at."""
         with self._lock:
             return self._wholes.get(manifest.version, manifest.ref)
+
+    def unread(self, versions: Iterable[int]) -> list[int]:
+        """Those whose manifests were not read yet."""
+        with self._lock:
+            return [version for version in versions if version not in self._manifests]
 
     def damage_between(self, have: VersionRef | None, want: VersionRef) -> FarcastError | None:
         """What keeps a path from leading through the newest damaged version before `want`."""
@@ -256,14 +254,14 @@ class Archive:
 
     def manifests_for(self, have: VersionRef | None, want: VersionRef) -> dict[int, Manifest]:
         """The manifests that `plan(have, want, ...)` looks at, by version."""
-        seen = _Seen(self._lineage(have, want))
+        seen = Seen(lineage_between(self, have, want))
         plan(have, want, seen)
         return seen.manifests
 
     def before(self, version: int, count: int) -> dict[int, Manifest]:
         """Those of the `count` versions before `version` that can be read."""
         versions = range(max(0, version - count), version)
-        read = in_parallel(_Lineage(self).get, versions, workers=self._workers)
+        read = in_parallel(Lineage(self).get, versions, workers=self._workers)
         return {found.version: found for found in read if found is not None}
 
     def commit_manifest(self, manifest: Manifest) -> None:
@@ -534,98 +532,6 @@ class Archive:
             if known is not None and (self._newest is None or known.version > self._newest.version):
                 self._newest = known
             return self._newest
-
-    def _lineage(self, have: VersionRef | None, want: VersionRef) -> Mapping[int, Manifest]:
-        """The manifests to plan with: all that matter, or over a long way those along it.
-
-        Older ones than the anchor and what is at hand do not matter: every path through them
-        would begin with an older anchor and be longer. Looking at them takes a request for each.
-        """
-        target = self.manifest(want.version)
-        first = nearest = target.anchor_version
-        if have is not None and have.version < target.version:
-            # Deltas past a newer anchor are cheaper as long as they are smaller than it.
-            first, nearest = min(first, have.version), have.version + 1
-        if target.version - nearest > EXACT_SPAN:
-            strides = self._strides(have, target)
-            if strides is not None:
-                return strides
-        self._prefetch(nearest, target.version)
-        return _Lineage(self, first)
-
-    def _strides(self, have: VersionRef | None, target: Manifest) -> dict[int, Manifest] | None:
-        """Manifests along the longest deltas down to the anchor, and to `have`; None if the
-        run has no long ones."""
-        found = {target.version: target}
-        goals = {target.anchor_version}
-        if have is not None and have.version < target.version:
-            goals.add(have.version)
-        for goal in goals:
-            node, short = target, 0
-            while node.version > goal:
-                base = min((d.base for d in node.deltas if d.base >= goal), default=None)
-                if base is None:
-                    return None
-                short = short + 1 if node.version - base == 1 else 0
-                if short > MAX_SHORT_STEPS:
-                    return None
-                try:
-                    node = found[base] = self.manifest(base)
-                except (UnknownVersionError, *UNUSABLE):
-                    return None
-        return found
-
-    def _prefetch(self, first: int, end: int) -> None:
-        """Read side by side what a plan over many versions would read one after the other."""
-        with self._lock:
-            missing = [
-                version
-                for version in range(max(first, end - PREFETCHED), end)
-                if version not in self._manifests
-            ]
-        if len(missing) > 1:
-            for _ in in_parallel(_Lineage(self).get, missing, workers=self._workers):
-                pass
-
-
-class _Lineage(Mapping[int, Manifest]):
-    """An archive, from the version `first` on, as the mapping that `plan` reads from."""
-
-    def __init__(self, archive: Archive, first: int = 0) -> None:
-        self._archive = archive
-        self._first = first
-
-    def __getitem__(self, version: int) -> Manifest:
-        if version < self._first:
-            raise KeyError(version)
-        try:
-            return self._archive.manifest(version)
-        except (UnknownVersionError, *UNUSABLE):  # the archive has noted what is wrong
-            raise KeyError(version) from None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(())  # nobody may read all of it
-
-    def __len__(self) -> int:
-        return 0
-
-
-class _Seen(Mapping[int, Manifest]):
-    """`manifests` is what was asked of `lineage` and there."""
-
-    def __init__(self, lineage: Mapping[int, Manifest]) -> None:
-        self._lineage = lineage
-        self.manifests: dict[int, Manifest] = {}
-
-    def __getitem__(self, version: int) -> Manifest:
-        self.manifests[version] = self._lineage[version]
-        return self.manifests[version]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.manifests)
-
-    def __len__(self) -> int:
-        return len(self.manifests)
 
 
 class _Fetched:

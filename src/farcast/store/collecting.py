@@ -23,13 +23,14 @@ from typing import NamedTuple
 from farcast.errors import ObjectNotFoundError
 from farcast.lineage import (
     OBJECTS_PREFIX,
+    UNUSABLE,
     VERSIONS_PREFIX,
     Manifest,
     first_kept,
     parse_version_key,
     version_key,
 )
-from farcast.store.archive import UNUSABLE, Archive
+from farcast.store.archive import Archive
 from farcast.store.base import ObjectInfo
 from farcast.store.transfers import in_parallel
 
