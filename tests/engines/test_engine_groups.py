@@ -260,8 +260,18 @@ def test_words_on_disk_that_were_damaged_reach_no_engine(
     assert group.engine.fingerprint() == before
 
 
-def test_nothing_is_left_on_disk_but_the_mirror(group: Group) -> None:
+def test_nothing_is_left_on_disk_but_the_mirror_and_the_mark(group: Group) -> None:
     for _ in range(2):
         group.case.publish()
         group.case.subscriber.sync()
-    assert [path.name for path in group.scratch.iterdir()] == ["mirror"]
+    assert sorted(path.name for path in group.scratch.iterdir()) == ["mirror", "seen.json"]
+
+
+def test_what_a_dead_sidecar_had_staged_is_removed(group: Group) -> None:
+    """Each may be of the model's size, and nobody else would ever remove it."""
+    left = [group.scratch / name for name in ("0a1b.words", "0a1b.tensors", "2c3d.seen")]
+    for path in left:
+        path.write_bytes(b"cut off")
+    again = Subscriber(group.case.store, RUN, group.new_target())
+    again.sync()
+    assert not any(path.exists() for path in left)

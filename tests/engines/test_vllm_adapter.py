@@ -6,13 +6,19 @@ from pathlib import Path
 import pytest
 from fake_vllm import FakeVllm
 from group_engine import weights
-from test_engine_contract import Case, write_folder
+from test_engine_contract import RUN, Case, write_folder
 
 from farcast.engines.http_client import HttpClient
 from farcast.engines.http_engine import label_of
 from farcast.engines.live_engine import EngineTarget
 from farcast.engines.vllm_engine import VllmEngine
-from farcast.errors import EngineRefusedError, TargetChangedError, TargetUncertainError
+from farcast.errors import (
+    EngineRefusedError,
+    EngineUnreachableError,
+    TargetChangedError,
+    TargetUncertainError,
+)
+from farcast.replica import Subscriber
 
 
 class World:
@@ -108,3 +114,34 @@ def test_a_server_without_the_extension_is_told_apart(tmp_path: Path) -> None:
         fake.members[0].farcast_attach = lambda _: "?"  # type: ignore[method-assign,assignment]
         with pytest.raises(EngineRefusedError, match="worker-extension-cls"):
             World(fake, tmp_path)
+
+
+def test_what_a_sidecar_left_that_died_in_a_pause_is_taken_up(world: World, tmp_path: Path) -> None:
+    """vLLM begins no second update, and a paused engine answers nobody."""
+    world.engine.open_update()
+    world.engine.pause()
+    again = EngineTarget(
+        VllmEngine(HttpClient(world.fake.address)), tmp_path / "model", scratch=tmp_path / "scratch"
+    )
+    subscriber = Subscriber(world.case.store, RUN, again)
+    assert subscriber.sync() == world.case.refs[0]
+    assert not world.fake.paused
+    world.case.publish()
+    assert subscriber.sync() == world.case.refs[1]
+
+
+def test_an_engine_that_died_when_it_should_pause_is_updated_once_it_is_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> None:
+        raise EngineUnreachableError("The engine is away because a test wants it.")
+
+    world.case.publish()
+    monkeypatch.setattr(world.engine, "pause", gone)
+    with pytest.raises(EngineUnreachableError):
+        world.case.subscriber.sync()
+    monkeypatch.undo()
+    for member in world.fake.members:  # a new process has no update open
+        member.updating = False
+    world.target.forget()
+    assert world.case.subscriber.sync() == world.case.refs[1]

@@ -5,7 +5,8 @@ engine the words that change, and lets it write them in a pause:
 
     begin     names, dtypes and shapes fit, or nothing happens
     add       new bits against the mirror: positions, new and old words
-    seal      one file of words; every member compares the old ones with its memory, and is ready
+    seal      one file of words; every member compares the old ones with its memory, and is ready;
+              the version is marked as seen, durably, so that a restart does not go back before it
     commit    pause, old words still there, write, caches, digests of the live words, label, resume
     settle    the mirror follows; what was kept is freed
 
@@ -19,7 +20,7 @@ Refuses an engine that does not hold, word for word, the weights of the folder i
 import contextlib
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -47,6 +48,7 @@ from farcast.engines.http_engine import (
     resume,
 )
 from farcast.engines.mirror import Mirror
+from farcast.engines.seen import PART, SeenMark
 from farcast.engines.words_file import Change, WordsWriter, read_words
 from farcast.errors import (
     EngineError,
@@ -68,6 +70,9 @@ its version (the sidecar adds it), or the engine drops all of them at each commi
 SAMPLE_BYTES = 1 << 22
 """Read back in each commit's pause beside the written words: a few milliseconds."""
 
+_WORDS, _TENSORS = ".words", ".tensors"
+"""How names of staged files end."""
+
 _COMPARED = 1 << 20
 """Words compared at a time while staging."""
 
@@ -75,8 +80,9 @@ _log = logging.getLogger(__name__)
 
 
 class EngineTarget(Target):
-    """The engine that loaded the model in `folder`. `scratch` is for the mirror and staged words:
-    a folder of this replica's own, on a disk with room for the model once more.
+    """The engine that loaded the model in `folder`. `scratch` is for the mirror, staged words and
+    the mark of the newest version seen: a folder of this replica's own, which outlives restarts,
+    on a disk with room for the model once more.
 
     Each commit reads back every written word, and the digests of some whole tensors, `sample`
     bytes of them, rotating; None takes all, so that the root is recomputed in each pause.
@@ -103,6 +109,8 @@ class EngineTarget(Target):
         self._members: Sequence[MemberLayout] = ()
         self._places: dict[str, Place] = {}
         self._mirror = Mirror(scratch / "mirror", {})
+        self._mark = SeenMark(scratch)
+        self._own: set[Path] = set()
         self._known: Mapping[str, TensorEntry] = {}
         self._turn = 0
 
@@ -114,6 +122,25 @@ class EngineTarget(Target):
     def members(self) -> Sequence[MemberLayout]:
         """How each member of the engine holds the tensors; empty before the first `begin`."""
         return self._members
+
+    @property
+    def newest(self) -> VersionRef | None:
+        """Kept in `scratch`: an engine that starts again has forgotten it."""
+        with self._lock:
+            if self._newest is None:
+                self._newest = self._mark.read()
+            return self._newest
+
+    @property
+    def run_id(self) -> str | None:
+        ref = self.ref or self.newest
+        return None if ref is None else ref.run_id
+
+    def recognise(self, roots: Callable[[], Mapping[str, VersionRef]]) -> VersionRef | None:
+        ref = super().recognise(roots)
+        if ref is not None:
+            self._mark.remember(ref)
+        return ref
 
     def read(self, name: str) -> TensorBits:
         return self._mirror.read(name)
@@ -234,11 +261,16 @@ class EngineTarget(Target):
         self._check_covered()
         with files.translated(self._scratch):
             self._scratch.mkdir(parents=True, exist_ok=True)
+            self._clean()
         self._mirror = Mirror(self._scratch / "mirror", self._places)
         receipts = self._engine.receipts([name for name in self._places if self._is_placed(name)])
-        if self._mirror.exists and not self._unlike(receipts):
-            return
-        self._mirror.create(tensors)
+        if not self._mirror.exists or self._unlike(receipts):
+            self._mirror.create(tensors)
+            self._require_like(receipts)
+        # A sidecar that died in a commit's pause, before it wrote, left the engine standing.
+        resume(self._engine)
+
+    def _require_like(self, receipts: Sequence[Receipt]) -> None:
         wrong = self._unlike(receipts)
         if wrong:
             self._members = ()
@@ -246,6 +278,13 @@ class EngineTarget(Target):
                 f"The engine does not hold the weights of {self._folder}: {sorted(wrong)[:5]} "
                 f"and {max(0, len(wrong) - 5)} more differ; start it with that folder again."
             )
+
+    def _clean(self) -> None:
+        """Remove what earlier lives staged and could not remove: each may be of the model's
+        size."""
+        for path in self._scratch.iterdir():
+            if path.suffix in (_WORDS, _TENSORS, PART) and path not in self._own:
+                files.remove(path)
 
     def _unlike(self, receipts: Sequence[Receipt]) -> list[str]:
         """Tensors of which some member's part is not the mirror's. If there are none, the
@@ -366,13 +405,15 @@ class _EngineDraft(Draft):
         self._target = target
         self._label = label_of(goal.ref)
         self._parts: dict[str, _Parts] = {}
-        self._words = target._scratch / f"{secrets.token_hex(8)}.words"
+        self._words = target._scratch / f"{secrets.token_hex(8)}{_WORDS}"
+        self._own = {self._words, self._words.with_suffix(_TENSORS)}
+        target._own |= self._own
         with files.translated(self._words):
             self._writer = WordsWriter(self._words)
         self._digest = ""
         self._whole = target._loaded_whole(goal)
         places = {name: target._places[name] for name in self._whole}
-        self._tensors = Mirror(self._words.with_suffix(".tensors"), places)
+        self._tensors = Mirror(self._words.with_suffix(_TENSORS), places)
         if self._whole:
             self._tensors.allocate()
         self._staged = self._is_written = False
@@ -405,6 +446,8 @@ class _EngineDraft(Draft):
             self._digest = self._writer.finish()
         self._staged = True
         self._target._engine.stage(self._words, self._digest, self._label, self._whole_ones())
+        # Seen, whether or not its commit goes well. Not in the pause, since it waits for a disk.
+        self._target._mark.remember(self.goal.ref)
 
     def _whole_ones(self) -> Whole | None:
         if not self._whole:
@@ -470,6 +513,7 @@ class _EngineDraft(Draft):
         self._parts.clear()
         files.remove(self._words)
         files.remove(self._tensors.path)
+        self._target._own -= self._own
         if self._staged:
             try:
                 self._target._engine.drop(self._label)

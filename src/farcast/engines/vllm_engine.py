@@ -120,6 +120,7 @@ class VllmEngine:
         world = self._client.get("/get_world_size")
         self._members = int(world["world_size"])
         self._sleeps = self._knows_light_sleep()
+        self._updating = False  # it may be another process, or we may be
         text = msgspec.json.encode(dict(places)).decode()
         return self._all("farcast_attach", [text], MemberLayout)
 
@@ -134,9 +135,15 @@ class VllmEngine:
             wait = min(_LONGEST_POLL, wait * 1.5)
 
     def open_update(self) -> None:
-        if not self._updating:
+        if self._updating:
+            return
+        try:
             self._client.post("/start_weight_update")
-            self._updating = True
+        except EngineRefusedError:  # a sidecar that died in a commit left one open
+            with contextlib.suppress(EngineRefusedError):
+                self._client.post("/finish_weight_update")
+            self._client.post("/start_weight_update")
+        self._updating = True
 
     def close_update(self) -> None:
         # farcast's transfer engine has nothing to finish, so vLLM's bookkeeping can wait until

@@ -289,7 +289,8 @@ class Subscriber:
         if owner not in (None, self._archive.run_id):
             raise RunMismatchError(
                 f"The target belongs to the run {owner!r}, not to {self._archive.run_id!r}; "
-                "use another target, or remove its .farcast folder if it may be overwritten."
+                "use another target, or, if it may be overwritten, remove what says so: a folder's "
+                ".farcast, an engine's seen.json in its scratch folder."
             )
 
     def _named(self, to: VersionRef | int) -> Manifest:
