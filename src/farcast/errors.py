@@ -44,7 +44,8 @@ a credential, a token or a signed URL.
     │   ├── TrajectoryTooLargeError  one trajectory is over the limit
     │   ├── BrokenBatchError         a batch in the store cannot be read: skip it, or stop
     │   └── ScoringError             an environment failed at an answer: that episode is aborted
-    └── ProcessFailedError           a process of the run ended when it should not have
+    ├── ProcessFailedError           a process of the run ended when it should not have
+    └── StoppedAtOnceError           a second Ctrl-C: the message says what was left
 """
 
 
@@ -221,3 +222,7 @@ class ProcessFailedError(FarcastError):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class StoppedAtOnceError(FarcastError):
+    exit_code = 130

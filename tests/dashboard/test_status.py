@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from farcast.dashboard.figures import human_age, human_count, shortened
+from farcast.dashboard.live import LiveView
 from farcast.dashboard.status import status_view
+from farcast.fleet.events import FleetEvent
 from farcast.fleet.observe import FleetSnapshot
 from farcast.fleet.records import ReplicaRecord, StepRecord, TrainerRecord
 from farcast.fleet.registry import Registry, Sighting
@@ -82,8 +84,8 @@ def test_it_fits_eighty_columns_and_cuts_no_figure() -> None:
     assert row(lines, "tokyo")[1:] == [
         *("serving", "123456", "1.2M", "1.2M", "123.4", "GB", "365x", "850", "ms")
     ]
-    assert row(lines, "farcast-wo")[0].endswith("-x2x7k")
-    assert row(lines, "farcast-wo")[1:5] == ["staging", "123333", "(-123)", "345"]
+    assert row(lines, "farcas")[0].endswith("-x2x7k")
+    assert row(lines, "farcas")[1:5] == ["staging", "123333", "(-123)", "345"]
     assert row(lines, "r1 ")[1:3] == ["silent", "30s"]
     assert row(lines, "r2 ")[1:5] == ["dead", "5m", "100000", "-"]  # no rate of the dead
     assert row(lines, "r3 ")[1:3] == ["joining", "-"]
@@ -92,6 +94,46 @@ def test_it_fits_eighty_columns_and_cuts_no_figure() -> None:
     assert "up to 123 versions behind" in said
     assert "97% from relays" in said
     assert "loss       not finite" in said
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_the_live_view_uses_the_room_there_is_and_cuts_no_figure(width: int) -> None:
+    out = io.StringIO()
+    view = LiveView(
+        Console(file=out, width=width, color_system=None), title="farcast demo", steps=130_000
+    )
+    view.note("")
+    view.show(snapshot())
+    view.event(FleetEvent(at=0.0, kind="away", who="store", step=1, version=1, text="word " * 30))
+    Console(file=out, width=width, color_system=None).print(view)
+    lines = out.getvalue().splitlines()
+    assert {len(line) for line in lines} == {width}
+    said = " ".join(line.strip("│ ") for line in lines)
+    for figure in (
+        "step 123456 of 130000",
+        "not finite",
+        "1.0T tokens",
+        "(300x less)",
+        "silent 30s",
+    ):
+        assert figure in said, figure
+    (head,) = [line for line in lines if "replica " in line and "version" in line]
+    assert ("pause" in head) == (width >= 80)
+    assert ("tok/s" in head) == (width >= 60)
+    assert ("reward" in head) == (width >= 160)  # beside each other
+    assert "-x2x7k" in said  # both ends of a name, however narrow
+
+
+def test_what_a_signal_said_stands_above_all_else() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, color_system=None)
+    view = LiveView(console, title="farcast demo", steps=9)
+    view.note("waiting for trainer")
+    view.urgent("stopping; Ctrl-C again ends at once")
+    console.print(view)
+    lines = [line.strip("│ ") for line in out.getvalue().splitlines()]
+    assert lines[1:3] == ["stopping; Ctrl-C again ends at once", "waiting for trainer …"]
+    assert "stops in order" not in out.getvalue()
 
 
 def test_an_empty_run_and_an_absent_store_are_said() -> None:

@@ -24,7 +24,9 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     source = Path(__file__).parents[2] / "src" / "farcast" / "fleet"
     for name in ("launcher.py", "signals.py"):
         (package / name).write_text((source / name).read_text())
-    (package / "errors.py").write_text("class ConfigError(Exception): ...\n")
+    (package / "errors.py").write_text(
+        "class ConfigError(Exception): ...\nclass StoppedAtOnceError(Exception): ...\n"
+    )
     (package / "__main__.py").write_text(
         "import os, sys\n"
         "from farcast.launcher import leave_with_parent\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farcast.config import RunConfig, TrainConfig
-from farcast.errors import ConfigError, ProcessFailedError
+from farcast.errors import ConfigError, ProcessFailedError, StoppedAtOnceError
 from farcast.fleet import demo as demo_module
 from farcast.fleet import restarts as restarts_module
 from farcast.fleet.claim import claimed
@@ -146,6 +146,40 @@ def test_a_request_to_stop_reaches_everybody_and_is_remembered(tmp_path: Path) -
     assert [c for c in run.calls if c.startswith("ask")] == ["ask r1", "ask r2", "ask trainer"]
     assert run.calls[-1] == "close"
     assert events == ["trainer stopped"]
+
+
+def test_a_second_request_ends_at_once_and_says_what_was_left(tmp_path: Path) -> None:
+    class Insisted(PlayedRun):
+        def ask(self, handle: Handle) -> None:
+            super().ask(handle)
+            raise KeyboardInterrupt
+
+    class AlreadyAsked(StopRequest):
+        requested = True  # type: ignore[assignment]
+
+    plan, run = plan_in(tmp_path / "run"), Insisted(10)
+    with pytest.raises(StoppedAtOnceError, match="r1 and r2 and trainer killed at step") as caught:
+        play(plan, run, AlreadyAsked())
+    assert f"--resume --out {plan.folder.shown}" in str(caught.value)
+    assert [call for call in run.calls if not call.startswith("start")] == ["ask r1", "close"]
+
+
+def test_who_is_waited_for_is_said_while_it_stops(tmp_path: Path) -> None:
+    class Noting(SilentView):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    class AlreadyAsked(StopRequest):
+        requested = True  # type: ignore[assignment]
+
+    plan, run, view = plan_in(tmp_path / "run"), PlayedRun(3), Noting()
+    Supervisor(plan, run, FleetObserver(run.registry), view).run(AlreadyAsked())
+    assert "waiting for r1, r2, trainer" in view.notes
+    assert view.notes[-1] == ""  # nothing is waited for any more
 
 
 def test_a_resumed_sitting_knows_who_was_killed_and_who_joined(tmp_path: Path) -> None:

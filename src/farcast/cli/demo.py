@@ -9,7 +9,7 @@ import typer
 
 from farcast.cli import options
 from farcast.config import parse_link
-from farcast.errors import MissingDependencyError
+from farcast.errors import MissingDependencyError, StoppedAtOnceError
 from farcast.fleet.layout import RunFolder, fresh, newest
 from farcast.fleet.presets import DEFAULT_MODEL, PRESETS
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 DEFAULT_OUT = Path("runs/demo")
 EXIT_INTERRUPTED = 130
+STOPPING = (
+    "stopping: replicas end their round, the trainer its step and writes a checkpoint; "
+    "Ctrl-C again ends at once"
+)
 
 
 def demo(
@@ -130,7 +134,13 @@ def _run(plan: "DemoPlan", console: "Console", json: Path | None) -> None:
         wait=_sleep,
         tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
     )
-    report = audit_with_progress(store, console)
+    try:
+        report = audit_with_progress(store, console)
+    except KeyboardInterrupt:
+        raise StoppedAtOnceError(
+            "Ended while verifying: the run itself is complete; look again with "
+            f"`{options.program()} verify --store {plan.config.store}`."
+        ) from None
     steps = list(Registry(store).steps(damaged=lambda *_: None))  # the report names them
     events = EventLog(folder.events).read()
     summary = summarise(
@@ -170,11 +180,8 @@ def _supervise(plan: "DemoPlan", console: "Console") -> "Outcome":
     observer = FleetObserver(Registry(open_store(config.store)))
     title = f"farcast demo · {config.model} · {config.task.name} · {plan.folder.shown}"
     lock = claimed(plan.folder.path / "demo.lock", "demo")
-    with (
-        lock,
-        StopRequest() as stop,
-        open_view(console, title=title, steps=config.train.steps) as view,
-    ):
+    view = open_view(console, title=title, steps=config.train.steps)
+    with lock, StopRequest(asked=lambda: view.urgent(STOPPING)) as stop, view:
         return Supervisor(plan, LocalLauncher(), observer, view).run(stop)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -12,6 +12,9 @@ from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.presets import DEFAULT_MODEL, PRESETS
 from farcast.fleet.ranks import join, place
+
+if TYPE_CHECKING:
+    from farcast.fleet.signals import StopRequest
 
 
 def train(
@@ -77,10 +80,9 @@ def train(
     run = settings()
 
     from farcast.fleet.launcher import leave_with_parent
-    from farcast.fleet.signals import StopRequest
     from farcast.fleet.trainer_process import run_trainer
 
-    with StopRequest() as stop:
+    with _stop_request(run) as stop:
         if tied:
             leave_with_parent()
         run_trainer(run, resume=resume, stop=stop, cache=cache)
@@ -93,11 +95,37 @@ def _run_rank(settings: Callable[[], RunConfig], *, resume: bool, cache: Path | 
     from farcast.fleet.trainer_process import run_trainer
 
     run, lines = join(settings)
-    with StopRequest() as stop:
-        if lines.team.rank == 0:
+    leads = lines.team.rank == 0  # Ctrl-C reaches all ranks; one answers
+    with _stop_request(run) if leads else StopRequest() as stop:
+        if leads:
             run_trainer(run, resume=resume, stop=stop, cache=cache, lines=lines)
         else:
             run_follower(run, lines, stop=stop, cache=cache)
+
+
+def _stop_request(run: RunConfig) -> "StopRequest":
+    """One that says what is waited for, and at the second signal where the run goes on."""
+    from farcast.fleet.signals import StopRequest, announce, end_at_once
+    from farcast.train.checkpoint import Checkpoints
+
+    folder = RunFolder(Path(run.out))
+
+    def insist() -> NoReturn:
+        step = Checkpoints(folder.checkpoint, run.run_id).newest_step
+        end_at_once(
+            "ended at once, before the first checkpoint; --resume begins at the first step"
+            if step is None
+            else f"ended at once; the newest checkpoint is of step {step}, go on from it with "
+            f"{options.program()} train --out {folder.shown} --resume"
+        )
+
+    return StopRequest(
+        asked=lambda: announce(
+            "stopping: the step under way ends and a checkpoint is written; "
+            "Ctrl-C again ends at once"
+        ),
+        insist=insist,
+    )
 
 
 def _read(file: Path) -> RunConfig:

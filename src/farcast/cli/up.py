@@ -81,13 +81,18 @@ def up(
 
     from farcast.fleet.saying import say
     from farcast.fleet.scaling import Limits
-    from farcast.fleet.signals import StopRequest
+    from farcast.fleet.signals import StopRequest, announce
     from farcast.fleet.up_process import keep_up
 
     limits = Limits(least=min, most=max).check()
     logs = logs.expanduser().absolute()
     logs.mkdir(parents=True, exist_ok=True)
-    with StopRequest() as stop:
+    with StopRequest(
+        asked=lambda: announce(
+            "stopping: workers end the round they sample and leave (2 minutes at most); "
+            "Ctrl-C again ends at once"
+        )
+    ) as stop:
         result = keep_up(
             _reachable(store),
             _launcher(launcher, ray_address, cpus, gpus),

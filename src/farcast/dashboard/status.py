@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from farcast.dashboard.figures import human_age, human_count
-from farcast.dashboard.live import policy_table, replica_table
+from farcast.dashboard.tables import overview, policy_table, replica_table
 from farcast.fleet.observe import FleetSnapshot
 
 
@@ -15,11 +15,15 @@ def status_view(snapshot: FleetSnapshot, *, away: str = "") -> RenderableType:
     parts: list[RenderableType] = [_trainer_line(snapshot)]
     if away:
         parts.append(Text(away, style="red"))
-    if snapshot.steps:
-        parts += [Text(), policy_table(snapshot.steps)]
     if snapshot.replicas:
-        parts += [Text(), _fleet_line(snapshot), replica_table(snapshot, killed=set())]
-    else:
+        parts += [_fleet_line(snapshot), Text()]
+    if snapshot.steps and snapshot.replicas:
+        parts.append(overview(snapshot.steps, snapshot, killed=set()))
+    elif snapshot.steps:
+        parts += [Text(), policy_table(snapshot.steps)]
+    elif snapshot.replicas:
+        parts.append(replica_table(snapshot, killed=set()))
+    if not snapshot.replicas:
         parts.append(Text("No replica has joined yet.", style="yellow"))
     return Group(*parts)
 

@@ -17,13 +17,19 @@ import msgspec
 from msgspec.structs import replace
 
 from farcast.config import RunConfig, decode_config, encode_config
-from farcast.errors import ConfigError, ProcessFailedError, StoreUnavailableError
+from farcast.errors import (
+    ConfigError,
+    ProcessFailedError,
+    StoppedAtOnceError,
+    StoreUnavailableError,
+)
 from farcast.fleet.events import EventKind, EventLog
 from farcast.fleet.launcher import Handle, Launcher, ProcessSpec, last_words
 from farcast.fleet.layout import RunFolder
 from farcast.fleet.observe import FleetObserver, FleetSnapshot, View
 from farcast.fleet.records import TrainerRecord
 from farcast.fleet.restarts import MOST, Restarts
+from farcast.fleet.saying import SAID
 from farcast.fleet.signals import StopRequest
 
 KILL_AT = 0.4
@@ -134,6 +140,9 @@ class Supervisor:
         self._from_step: dict[str, int] = {}
         self._away_since: float | None = None
         self._snapshot: FleetSnapshot | None = None
+        self._starting = "starting the trainer"
+        self._doing = ""
+        """What this process waits for, "" while the run goes its way."""
 
     def run(self, stop: StopRequest) -> Outcome:
         """Start everything, follow the schedule, and end with nothing left running."""
@@ -147,6 +156,8 @@ class Supervisor:
                 self._start_again()
                 stop.wait(LOOK_SECONDS)
             return self._stop() if stop.requested else self._drain()
+        except KeyboardInterrupt:
+            raise StoppedAtOnceError(self._left()) from None
         finally:
             self._launcher.close()
 
@@ -244,9 +255,9 @@ class Supervisor:
 
     def _drain(self) -> Outcome:
         """The trainer is done: replicas see that in its record and leave by themselves."""
-        self._view.note("waiting for the replicas to leave")
         deadline = time.monotonic() + DRAIN_SECONDS
         while self._workers and time.monotonic() < deadline:
+            self._doing = f"the trainer is done, waiting for {', '.join(self._workers)} to leave"
             self._greet(self._look())
             self._miss()
             time.sleep(LOOK_SECONDS)
@@ -256,36 +267,63 @@ class Supervisor:
         return "done"
 
     def _stop(self) -> Outcome:
-        self._view.note("stopping: the trainer writes a checkpoint")
-        everybody = [*self._workers.values(), *([self._trainer] if self._trainer else [])]
+        everybody = self._everybody()
         for handle in everybody:
             self._launcher.ask(handle)
+        deadline = time.monotonic() + STOP_GRACE
+        while time.monotonic() < deadline:
+            left = [handle.name for handle in everybody if self._launcher.poll(handle) is None]
+            if not left:
+                break
+            self._doing = f"waiting for {', '.join(left)}"
+            self._look()
+            time.sleep(LOOK_SECONDS)
         for handle in everybody:
-            self._launcher.stop(handle, grace=STOP_GRACE)
+            self._launcher.stop(handle, grace=0.0)
+        self._doing = ""
         self._look()
         self._event("stopped", "trainer", "as asked")
         return "stopped"
 
+    def _everybody(self) -> list[Handle]:
+        return [*self._workers.values(), *([self._trainer] if self._trainer else [])]
+
+    def _left(self) -> str:
+        """What a second Ctrl-C leaves."""
+        running = [h.name for h in self._everybody() if self._launcher.poll(h) is None]
+        step = 0 if self._snapshot is None else self._snapshot.step
+        killed = (
+            f"{' and '.join(running)} killed at" if running else "nobody was left, the run is at"
+        )
+        return (
+            f"Ended at once: {killed} step {step}. The store and the last checkpoint are whole; "
+            f"`farcast demo --resume --out {self._plan.folder.shown}` goes on from there."
+        )
+
     def _look(self) -> FleetSnapshot:
         """The run now, or as it was last seen while the store cannot be reached."""
+        note = self._doing
         try:
             self._snapshot = self._observer.look()
             self._note_return()
         except StoreUnavailableError as error:
-            self._note_outage(error)
+            note = str(error)
+            self._note_outage(note)
         if self._snapshot is None:
             self._snapshot = FleetSnapshot(None, (), {}, time.time())
-        if not self._snapshot.steps:
+        if not self._snapshot.steps and not note:
             words = last_words(self._plan.folder.log("trainer"))
-            self._view.note(words or "starting the trainer")
+            if SAID.match(words):  # libraries write into the log too
+                self._starting = words
+            note = self._starting
+        self._view.note(note)
         self._view.show(self._snapshot)
         return self._snapshot
 
-    def _note_outage(self, error: StoreUnavailableError) -> None:
-        self._view.note(str(error))
+    def _note_outage(self, what: str) -> None:
         if self._away_since is None:
             self._away_since = time.monotonic()
-            self._event("away", "store", str(error))
+            self._event("away", "store", what)
 
     def _note_return(self) -> None:
         if self._away_since is not None:

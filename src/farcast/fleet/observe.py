@@ -114,7 +114,7 @@ class View(Protocol):
     """Where a supervisor shows a run."""
 
     def note(self, text: str) -> None:
-        """Long work before the first step: what it is doing."""
+        """What is waited for, "" when nothing is."""
         ...
 
     def event(self, event: FleetEvent) -> None: ...

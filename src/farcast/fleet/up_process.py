@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from farcast.errors import StoppedAtOnceError
 from farcast.fleet.advising import Advisor, because
 from farcast.fleet.crew import Change, Crew
 from farcast.fleet.launcher import Launcher, ProcessSpec
@@ -63,9 +64,11 @@ class Keeper:
             while not stop.requested and self.turn():
                 stop.wait(LOOK_SECONDS)
         finally:
-            self._tell("waiting for the workers to leave")
-            self._crew.close()
-            self._note(self._crew.tend(None))
+            if not stop.insisted:
+                names = ", ".join(self._crew.names)
+                self._tell(f"waiting for the workers to leave: {names or 'none is left'}")
+                self._crew.close()
+                self._note(self._crew.tend(None))
         kinds = [change.kind for change in self._changes]
         return UpResult(
             run_id=self._advisor.run_id,
@@ -132,5 +135,11 @@ def keep_up(
     crew = Crew(launcher, worker_spec(store_url, logs, more), prefix=prefix)
     try:
         return Keeper(open_store(store_url), crew, limits, tell=tell).run(stop)
+    except KeyboardInterrupt:
+        names = ", ".join(handle.name for handle in launcher.list())
+        raise StoppedAtOnceError(
+            f"Ended at once: {names or 'no worker'} was killed. What the workers had put into "
+            "the store counts; the rest is sampled again by others."
+        ) from None
     finally:
         launcher.close()
