@@ -484,6 +484,19 @@ def test_case_039c_a_tensor_is_in_one_file_only(world: World, tmp_path: Path) ->
     assert first not in visible(tmp_path)
 
 
+def test_case_039c_an_old_copy_in_a_file_that_does_not_change_goes(tmp_path: Path) -> None:
+    world = World()
+    tensors = {"a": np.zeros(9, np.float32), "b": np.ones(9, np.float32)}
+    world.publish(tensors)
+    hf_sharded(tmp_path, tensors)
+    other = tmp_path / _index(tmp_path)["b"]  # where nothing changes
+    safetensors.numpy.save_file(tensors, other, metadata={"format": "pt"})
+    world.publish({**tensors, "a": np.full(9, 2, np.float32)})
+    world.subscriber(CheckpointDirectory(tmp_path)).sync()
+    for name, file in _index(tmp_path).items():  # engines load all of a file that is named
+        assert safetensors.numpy.load_file(tmp_path / file).keys() == {name}
+
+
 def test_case_039d_fewer_tensors_leave_no_file_behind(tmp_path: Path) -> None:
     world = World()
     tensors = {f"t{i}": np.full(100, i, np.float32) for i in range(3)}
@@ -594,6 +607,24 @@ def test_a_broken_state_is_refused_with_what_to_do(
     subscriber = world.subscriber(CheckpointDirectory(tmp_path))
     assert subscriber.plan().have == world.refs[0]
     subscriber.sync()
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("where", ["index", "header"])
+def test_json_nested_without_end_is_one_clear_error(
+    world: World, tmp_path: Path, where: str
+) -> None:
+    hf_sharded(tmp_path, weights(0))
+    if where == "index":
+        (tmp_path / INDEX).write_text(f'{{"weight_map": {{}}, "metadata": {{"a": {NESTED}}}}}')
+    else:
+        header = f'{{"a": {NESTED}}}'.encode()
+        for path in tmp_path.glob("*.safetensors"):
+            path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(FormatError, match="restore it"):
+        world.subscriber(CheckpointDirectory(tmp_path)).sync()
 
 
 def test_a_state_that_lies_about_the_version_is_not_believed(world: World, tmp_path: Path) -> None:

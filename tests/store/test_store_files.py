@@ -303,7 +303,7 @@ def test_an_object_is_no_folder(store: Store) -> None:
     with pytest.raises(InvalidKeyError):
         store.put("a/b/c", b"x")
     for if_absent in (False, True):
-        with pytest.raises((InvalidKeyError, ObjectExistsError)):
+        with pytest.raises(InvalidKeyError, match="folder of other objects"):
             store.put("a", b"x", if_absent=if_absent)
     for absent in ("a/b/c", "a"):
         with pytest.raises(ObjectNotFoundError):
@@ -348,6 +348,28 @@ def test_foreign_files_are_not_objects(store: Store, tmp_path: Path) -> None:
     (tmp_path / "store/.DS_Store").write_bytes(b"")
     (tmp_path / "store/with space").write_bytes(b"")
     os.mkfifo(tmp_path / "store/pipe")
+    assert keys(store) == ["k"]
+
+
+def test_a_pipe_in_the_folder_does_not_hold_a_reader(store: Store, tmp_path: Path) -> None:
+    store.put("k", b"x")
+    os.mkfifo(tmp_path / "store/pipe")
+    read = f"open_store({str(tmp_path / 'store')!r}).get('pipe', max_bytes=9)"
+    code = f"from farcast.store import open_store; {read}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
+    assert b"ObjectNotFoundError" in done.stderr
+
+
+def test_folders_deeper_than_any_key_are_passed_over(store: Store, tmp_path: Path) -> None:
+    store.put("k", b"x")
+    folder = os.open(tmp_path / "store", os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=folder)
+        below = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(os.open("k", os.O_CREAT, dir_fd=folder))
+    os.close(folder)
     assert keys(store) == ["k"]
 
 

@@ -77,8 +77,11 @@ class DirectoryDraft(Draft):
     # --- staging -----------------------------------------------------------------------------
 
     def _stays(self, group: str, names: Iterable[str]) -> bool:
-        held = {name for name, file in self._layout.where.items() if file == group}
-        return held == set(names) and not held & self.goal.changed
+        shard = self._layout.shards.get(group)
+        # By what is in the file, not by what the index says of it: engines load all of a file, and
+        # a tensor that the index places elsewhere would be an old one.
+        held = set() if shard is None else shard.spans.keys()
+        return held == set(names) and held.isdisjoint(self.goal.changed)
 
     def _open_files(self, groups: Mapping[str, list[str]], *, single: bool) -> None:
         token = secrets.token_hex(8)

@@ -117,8 +117,12 @@ def create(path: Path, mode: int | None) -> int:
     """A new file for reading and writing. `mode` None leaves it to the user's mask."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     file = os.open(path, flags, 0o666)
-    if mode is not None:
-        os.fchmod(file, mode)
+    try:
+        if mode is not None:
+            os.fchmod(file, mode)
+    except BaseException:
+        os.close(file)
+        raise
     return file
 
 

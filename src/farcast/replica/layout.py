@@ -123,7 +123,7 @@ def _read_indexed(folder: Path) -> Layout:
         data = bytes(files.read_at(file, 0, identity.size, path))
     try:
         index = msgspec.json.decode(data, type=_Index)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"{path} is not an index ({error}); restore it.") from error
     for name in set(index.weight_map.values()):
         if not is_plain_name(name):

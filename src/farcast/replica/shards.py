@@ -103,7 +103,7 @@ def _parse(header: bytes, size: int, path: Path) -> tuple[dict[str, Span], dict[
             raise LimitError(f"{path} lists {len(raw)} tensors, over {MAX_TENSORS}; restore it.")
         metadata = msgspec.json.decode(raw.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
         tensors = {name: msgspec.json.decode(text, type=_Tensor) for name, text in raw.items()}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"{path} has a broken header ({error}); restore it.") from error
     begin = _LENGTH.size + len(header)
     position = 0

@@ -52,7 +52,7 @@ class WidenedModule(TorchModule):
         super()._poke(name, positions, words)
 
     def _is_wide(self, name: str) -> bool:
-        return super()._places()[name].dtype == _WIDE
+        return self._slots[name].place.dtype == _WIDE
 
     def _narrowed(self, name: str, words: Words) -> Words:
         # One pass and no copy of the words: this runs inside the pause of a commit.

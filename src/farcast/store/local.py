@@ -29,13 +29,14 @@ from farcast.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     StoreAccessError,
+    StoreError,
     StoreUnavailableError,
     StoreUnsupportedError,
 )
 from farcast.store.base import ObjectInfo
 from farcast.store.buffers import byte_view
 from farcast.store.failures import over_limit, short_read, translated_os_errors
-from farcast.store.keys import SEGMENT_PATTERN, check_key, check_prefix, check_range
+from farcast.store.keys import MAX_KEY_BYTES, SEGMENT_PATTERN, check_key, check_prefix, check_range
 
 STAGING = ".farcast-staging"
 
@@ -45,6 +46,9 @@ _MAX_WRITE = 1 << 30
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_OBJECT = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Never blocks on a pipe that somebody put there."""
 
 
 class FileStore:
@@ -81,20 +85,16 @@ class FileStore:
         self, folders: Sequence[str], name: str, key: str, data: memoryview, if_absent: bool
     ) -> None:
         with translated_os_errors(self.url, key), self._folder(folders, make=True) as folder:
-            if if_absent and _exists(folder, name):
-                self._taken(folder, key)
+            if if_absent and _mode(folder, name) is not None:
+                raise self._taken(folder, name, key)
             with self._staged(data) as (staging, temporary):
                 try:
                     if if_absent:
                         self._link(temporary, name, staging, folder)
                     else:
                         os.replace(temporary, name, src_dir_fd=staging, dst_dir_fd=folder)
-                except FileExistsError:
-                    self._taken(folder, key)
-                except IsADirectoryError:
-                    raise InvalidKeyError(
-                        f"{key!r} is a folder of other objects in {self.url}; choose another key."
-                    ) from None
+                except (FileExistsError, IsADirectoryError):
+                    raise self._taken(folder, name, key) from None
             os.fsync(folder)
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
@@ -132,7 +132,7 @@ class FileStore:
         """The object's descriptor and size. A later overwrite does not reach this descriptor."""
         *folders, name = check_key(key)
         with translated_os_errors(self.url, key), self._folder(folders) as folder:
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            file = os.open(name, _OBJECT, dir_fd=folder)
             try:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode):
@@ -163,6 +163,8 @@ class FileStore:
                     if not SEGMENT_PATTERN.fullmatch(entry.name):
                         continue
                     key = prefix + entry.name
+                    if len(key) > MAX_KEY_BYTES:  # no key; it also bounds how deep a list goes
+                        continue
                     if entry.is_dir(follow_symlinks=False):
                         if f"{key}/" > start_after or start_after.startswith(f"{key}/"):
                             found.append((f"{key}/", entry.name, None))
@@ -291,18 +293,23 @@ class FileStore:
                 ) from None
             raise
 
-    def _taken(self, folder: int, key: str) -> None:
+    def _taken(self, folder: int, name: str, key: str) -> StoreError:
+        """Why no object can be put there."""
+        if stat.S_ISDIR(_mode(folder, name) or 0):
+            return InvalidKeyError(
+                f"{key!r} is a folder of other objects in {self.url}; choose another key."
+            )
         # The winner may still be about to sync the name: "it exists" must be durable as well.
         os.fsync(folder)
-        raise ObjectExistsError(f"{self.url} already has an object {key!r}.")
+        return ObjectExistsError(f"{self.url} already has an object {key!r}.")
 
 
-def _exists(folder: int, name: str) -> bool:
+def _mode(folder: int, name: str) -> int | None:
+    """Of what has the name, a link being one itself; None if nothing has it."""
     try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
     except FileNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _new_locked_file(staging: int) -> tuple[int, str]:
