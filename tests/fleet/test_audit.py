@@ -1,12 +1,15 @@
 """`verify` rebuilds everything, and finds every single thing that was tampered with."""
 
+import io
 import json
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
+from farcast.dashboard.summary import show_report
 from farcast.delta import all_bits, entry_of, root_of
 from farcast.errors import ObjectNotFoundError
 from farcast.fleet.audit import AuditReport, audit
@@ -14,7 +17,7 @@ from farcast.fleet.records import Receipt, StepRecord
 from farcast.fleet.registry import Registry
 from farcast.lineage import RunRecord, object_key, version_key
 from farcast.publish import Publisher
-from farcast.store import Store, open_store
+from farcast.store import Store, collect_garbage, open_store
 from farcast.store.archive import Archive
 from farcast.trajectory import Trajectory, TrajectorySender, Turn
 from farcast.types import PolicySpan, VersionRef
@@ -89,6 +92,34 @@ def test_an_honest_run_verifies_wholly(run: Store) -> None:
     assert (report.account.submitted, report.account.consumed) == (VERSIONS, VERSIONS - 1)
     assert report.account.unread == 1
     assert "rebuilding version 0" in seen
+
+
+def test_collected_versions_are_counted_and_a_hole_stays_a_failure(run: Store) -> None:
+    collect_garbage(Archive(run, "run"), keep=2, grace=0)
+    report = audit(run)
+    assert report.differences == ()
+    assert report.roots_match
+    assert (report.versions_published, report.versions_verified) == (4, 4)
+    assert (report.versions_collected, report.claims_collected) == (3, 6)
+    assert (report.receipts_verified, report.spans_verified) == (4, 4)
+    out = io.StringIO()
+    show_report(report, Console(file=out, width=80, color_system=None))
+    assert "3 older versions, removed up to the anchor at 3; 6 claims" in " ".join(
+        out.getvalue().replace("│", " ").split()
+    )
+    run.delete(version_key(5))
+    assert any(line.startswith("version 5: it is gone") for line in audit(run).differences)
+
+
+def test_lost_first_versions_are_not_taken_for_collected_ones(run: Store) -> None:
+    for version in range(2):
+        run.delete(version_key(version))
+    report = audit(run)
+    assert not report.roots_match
+    assert any(
+        line.startswith("version 2: it cannot be rebuilt, no anchor leads to it")
+        for line in report.differences
+    )
 
 
 def test_a_store_without_a_run_is_a_sentence() -> None:

@@ -32,6 +32,9 @@ def verify(
     farcast verify --store s3://bucket/run1 --json report.json
     ```
 
+    Versions older than the oldest there is were removed by garbage collection: they are counted
+    and are no failure. A version missing between others is one.
+
     Ends with status 3 if anything differs.
     """
     from rich.console import Console

@@ -92,6 +92,13 @@ def show_report(report: AuditReport, console: Console) -> None:
         f"{report.versions_verified} of {report.versions_published} rebuilt to their roots, "
         f"{report.anchors_verified} of {len(report.anchor_versions)} anchors by themselves",
     )
+    if report.versions_collected:
+        table.add_row(
+            "collected",
+            f"{report.versions_collected} older versions, removed up to the anchor at "
+            f"{report.versions_collected}; {report.claims_collected} claims about them have "
+            "nothing left to be compared with",
+        )
     table.add_row(
         "recorded",
         f"{report.steps_recorded} roots by the trainer, {report.receipts_verified} by replicas, "

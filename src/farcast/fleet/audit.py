@@ -7,8 +7,13 @@ model costs what its delta holds, and the memory is one copy and one object.
 
 Refuses to stop at the first fault: a version that cannot be rebuilt is listed, and the walk goes
 on from the next anchor. Only a store that cannot be read at all raises.
+
+Garbage collection removes the oldest versions up to an anchor. So what is older than the first
+version there is, was collected, if that one stands by itself; it is counted, and what was recorded
+of it is compared with nothing. A hole between two versions is a loss.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -57,6 +62,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Recorded, then lost with a crash of the trainer before its next checkpoint."""
     receipts_verified: int
     spans_verified: int
+    versions_collected: int
+    """Removed by garbage collection: all that are older than the oldest there is."""
+    claims_collected: int
+    """Receipts and spans that name these: nothing is left to compare them with."""
     roots_match: bool
     account: Account
     differences: tuple[str, ...]
@@ -104,6 +113,9 @@ def audit(
 
     steps = effective_steps(registry.steps(damaged=note))
     receipts = list(registry.receipts(damaged=note))
+    oldest = versions[0] if versions else 0
+    compared = sum(receipt.version >= oldest for receipt in receipts)
+    spans = sum(count for version, count in reading.spans.items() if version >= oldest)
     counted = account(reading.ids, steps)
     roots = [
         *walk.differences,
@@ -120,8 +132,10 @@ def audit(
         anchor_versions=tuple(walk.anchors),
         steps_recorded=len(steps.kept) + len(steps.void),
         steps_void=len(steps.void),
-        receipts_verified=len(receipts),
-        spans_verified=reading.spans,
+        receipts_verified=compared,
+        spans_verified=spans,
+        versions_collected=oldest,
+        claims_collected=len(receipts) - compared + reading.spans.total() - spans,
         roots_match=not roots and verified == len(versions),
         account=counted,
         differences=(
@@ -160,7 +174,7 @@ class _Walk:
         by_delta = self._guarded(version, "deltas", lambda: self._follow(manifest)) or ""
         by_anchor = self._guarded(version, "anchor", lambda: self._start_again(manifest)) or ""
         if not by_delta and not by_anchor:
-            self.differences.append(f"version {version}: it cannot be rebuilt")
+            self.differences.append(f"version {version}: {self._why_not(version)}")
         if manifest.anchor is not None:
             self.anchors.append(version)
         self.published.append(
@@ -172,6 +186,14 @@ class _Walk:
                 by_anchor=by_anchor,
                 others=tuple(view.root for view in manifest.views[1:]),
             )
+        )
+
+    def _why_not(self, version: int) -> str:
+        if version == 0 or self.anchors:
+            return "it cannot be rebuilt"
+        return (
+            "it cannot be rebuilt, no anchor leads to it; if a collection was cut short, "
+            "`farcast gc` removes it too, otherwise older versions were lost"
         )
 
     def finish(self) -> None:
@@ -267,7 +289,8 @@ class _Reading:
         self._run_id = run_id
         self.ids: list[str] = []
         self.claims: dict[SpanClaim, str] = {}
-        self.spans = 0
+        self.spans = Counter[int]()
+        """How many there are of each version."""
         self.differences: list[str] = []
 
     def workers(self) -> set[str]:
@@ -293,6 +316,6 @@ class _Reading:
 
     def _note(self, trajectory: Trajectory) -> None:
         self.ids.append(trajectory.id)
-        self.spans += len(trajectory.spans)
+        self.spans.update(span.version for span in trajectory.spans)
         for span in trajectory.spans:
             self.claims.setdefault(SpanClaim(span.version, span.root), trajectory.id)
