@@ -147,7 +147,7 @@ def _where(axes: list[Axes], record: FigureRecord) -> None:
         label="share of the weights",
     )
     _percents(axes[2], log=True)
-    _legend(axes[2], loc="lower left")
+    _legend(axes[2], loc="upper right")
 
 
 def _number(row: Row) -> float:
@@ -157,7 +157,12 @@ def _number(row: Row) -> float:
 def _over_rates(
     axes: list[Axes], record: FigureRecord, key: Callable[[Row], str], titles: Callable[[str], str]
 ) -> None:
-    _prepare(axes[0], "Weights changed by a step", "learning rate", "(dashed: predicted)")
+    _prepare(
+        axes[0],
+        "Weights changed by a step",
+        "learning rate",
+        "weights changed (dashed: predicted)",
+    )
     _prepare(axes[1], "Full copy / delta", "learning rate", "times smaller")
     for colour, rows in zip(_COLOURS, series(record.rows, key), strict=False):
         style = {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.4}
@@ -184,7 +189,7 @@ def _formats(axes: list[Axes], record: FigureRecord) -> None:
 
 def _scales(axes: list[Axes], record: FigureRecord) -> None:
     _prepare(axes[0], "Delta, step by step", "step", "bytes for a weight")
-    _prepare(axes[1], "Full copy / delta (scales that moved)", "times smaller")
+    _prepare(axes[1], "Full copy / delta (with the scales that moved in a step)", "times smaller")
     lines = series(record.rows, lambda r: r.format)
     for at, rows in enumerate(lines):
         style = _policy_style(rows[0].format)
