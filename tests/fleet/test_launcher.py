@@ -31,6 +31,10 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "import os, sys\n"
         "from farcast.launcher import leave_with_parent\n"
         "from farcast.signals import StopRequest\n"
+        "if 'parent' in sys.argv:\n"
+        "    import subprocess, time\n"
+        "    print('up', subprocess.Popen(['sleep', '60']).pid, flush=True)\n"
+        "    time.sleep(60)\n"
         "if 'stubborn' in sys.argv:\n"
         "    import signal, time\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -84,6 +88,32 @@ def test_killed_is_killed(tmp_path: Path) -> None:
     wait_for(log, "up")
     launcher.kill(handle)
     assert launcher.poll(handle) == -signal.SIGKILL
+    launcher.close()
+
+
+@pytest.mark.usefixtures("program")
+@pytest.mark.parametrize("way", ["kill", "close"])
+def test_what_a_killed_process_started_is_ended_too(tmp_path: Path, way: str) -> None:
+    launcher, log = LocalLauncher(), tmp_path / "log"
+    handle = launcher.start(ProcessSpec("one", ("parent",), log))
+    wait_for(log, "up")
+    child = psutil.Process(int(last_words(log).split()[1]))
+    if way == "kill":
+        launcher.kill(handle)
+    launcher.close()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.usefixtures("program")
+def test_a_process_that_ended_holds_no_pipe(tmp_path: Path) -> None:
+    launcher = LocalLauncher()
+    before = psutil.Process().num_fds()
+    for number in range(2):
+        handle = launcher.start(ProcessSpec("one", ("worker",), tmp_path / str(number)))
+        wait_for(tmp_path / str(number), "up")
+        launcher.stop(handle, grace=20)
+    assert psutil.Process().num_fds() == before
     launcher.close()
 
 

@@ -8,6 +8,7 @@ from farcast.errors import FormatError, LimitError, VersionConflictError
 from farcast.fleet.observe import FleetObserver
 from farcast.fleet.records import (
     MAX_RECORD_BYTES,
+    MAX_REPLICA_BYTES,
     Receipt,
     ReplicaRecord,
     StepRecord,
@@ -96,6 +97,17 @@ def test_a_huge_record_is_not_read(store: Store) -> None:
     store.put("fleet/trainer.json", b" " * (MAX_RECORD_BYTES + 1))
     with pytest.raises(LimitError):
         Registry(store).trainer()
+
+
+def test_a_replicas_record_is_small_or_not_read(store: Store) -> None:
+    """Whoever looks at a run reads all of them, and anybody may write some."""
+    key = "fleet/replicas/r1.json"
+    store.put(key, b'{"replica_id":"r1","state":"serving","version":1}' + b" " * MAX_REPLICA_BYTES)
+    with pytest.raises(LimitError):
+        Registry(store).replicas()
+    store.put(key, b'{"replica_id":"r1","state":"serving","version":1' + b"0" * 30 + b"}")
+    with pytest.raises(FormatError):
+        Registry(store).replicas()
 
 
 STRAYS = {

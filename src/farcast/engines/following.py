@@ -58,6 +58,7 @@ class Follower:
         self._on_commit = on_commit
         self._on_held = on_held
         self._stop = threading.Event()
+        self._committing = threading.Lock()
         self._thread: threading.Thread | None = None
         self.staging = False
         self.failure: FarcastError | None = None
@@ -65,6 +66,16 @@ class Follower:
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="farcast-follow", daemon=True)
         self._thread.start()
+
+    def leave(self, patience: float) -> bool:
+        """Begin no further commit, and wait for one that is under way: a process that ended in the
+        middle would leave the engine paused, between two versions. False if it took longer than
+        `patience` seconds. What is being staged goes on until `close`, or the process ends."""
+        self._stop.set()
+        held = self._committing.acquire(timeout=max(0.0, patience))
+        if held:
+            self._committing.release()
+        return held
 
     def close(self) -> None:
         self._stop.set()
@@ -100,16 +111,23 @@ class Follower:
         self.staging = True
         try:
             staged = self._subscriber.stage()
-            if staged is None:
-                self._on_held()
-                return False
-            try:
-                self._on_commit(self._commit(staged))
-            finally:
-                staged.discard()
-            return True
+            with self._committing:
+                return self._go_to(staged)
         finally:
             self.staging = False
+
+    def _go_to(self, staged: Staged | None) -> bool:
+        if staged is None:
+            if not self._stop.is_set():
+                self._on_held()
+            return False
+        try:
+            if self._stop.is_set():
+                return False
+            self._on_commit(self._commit(staged))
+        finally:
+            staged.discard()
+        return True
 
     def _commit(self, staged: Staged) -> Commit:
         with self._gate():

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from farcast.errors import ConfigError
 
@@ -132,11 +132,15 @@ class LocalLauncher:
         return last_words(self._specs[handle].log)
 
     def poll(self, handle: Handle) -> int | None:
-        return self._running[handle].poll()
+        process = self._running[handle]
+        status = process.poll()
+        if status is not None:
+            _let_go(process)
+        return status
 
     def kill(self, handle: Handle) -> None:
-        self._running[handle].kill()
-        self._running[handle].wait()
+        kill_group(self._running[handle])
+        _let_go(self._running[handle])
 
     def ask(self, handle: Handle) -> None:
         if handle not in self._asked and self.poll(handle) is None:
@@ -149,8 +153,9 @@ class LocalLauncher:
         try:
             return process.wait(grace)
         except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
+            return kill_group(process)
+        finally:
+            _let_go(process)
 
     def restart(self, handle: Handle, *, grace: float) -> Handle:
         self.stop(handle, grace=grace)
@@ -158,13 +163,25 @@ class LocalLauncher:
 
     def close(self) -> None:
         for process in self._running.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+            kill_group(process)
+            _let_go(process)
         self._running.clear()
+
+
+def kill_group(process: "subprocess.Popen[Any]") -> int:
+    """End a process that leads a group, with all that it started there, and return its status.
+    One that has ended is left alone: its number may be another's by now."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _let_go(process: "subprocess.Popen[bytes]") -> None:
+    """Close our end of the pipe of a process that has ended: a crew starts many in its life."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def leave_with_parent() -> None:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from farcast.fleet.launcher import TIED_OPTION
+from farcast.fleet.launcher import TIED_OPTION, kill_group
 
 WORDS = 64
 """Lines that are kept; Ray keeps all of a host's output in its own logs."""
@@ -65,8 +65,7 @@ class ProcessHost:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> int:
-        self._process.kill()
-        return self._process.wait()
+        return kill_group(self._process)
 
     def wait(self, seconds: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):

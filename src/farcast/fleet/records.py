@@ -14,7 +14,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from farcast.types import Digest, Name
+from farcast.types import MAX_VERSION, Digest, Name
+
+MAX_REPLICA_BYTES = 1 << 14
+"""A replica's record or receipt: a few hundred bytes. Whoever looks at a run reads all of them."""
 
 MAX_RECORD_BYTES = 1 << 22
 """The trainer's record names every worker there ever was: 16,384 long names take 2.5 MB."""
@@ -47,7 +50,7 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
 
     replica_id: Name
     state: Literal["joining", "serving", "staging", "waiting", "draining", "stopped", "failed"]
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=-1, le=MAX_VERSION)]
     """-1 before the first verified version."""
     root: str = ""
     tokens: Count = 0

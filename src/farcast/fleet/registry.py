@@ -7,7 +7,7 @@ Refuses to overwrite evidence: a step record or a receipt is put once, and a sec
 something else is an error.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from farcast.errors import (
 )
 from farcast.fleet.records import (
     MAX_RECORD_BYTES,
+    MAX_REPLICA_BYTES,
     MAX_STEP_BYTES,
     Receipt,
     ReplicaRecord,
@@ -38,6 +39,13 @@ _CLOCK_KEY = f"{CLOCK_PREFIX}mark"
 _BEFORE_TRAINER = "fleet/trainer"
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+
+_BOUNDS: Mapping[type[msgspec.Struct], int] = {
+    TrainerRecord: MAX_RECORD_BYTES,
+    ReplicaRecord: MAX_REPLICA_BYTES,
+    StepRecord: MAX_STEP_BYTES,
+    Receipt: MAX_REPLICA_BYTES,
+}
 
 Damaged = Callable[[str, FormatError], None]
 """Told the key of a record that cannot be used, and why."""
@@ -155,9 +163,8 @@ class Registry:
                 ) from None
 
     def _read(self, key: str, kind: type[_T]) -> _T | None:
-        bound = MAX_STEP_BYTES if kind is StepRecord else MAX_RECORD_BYTES
         try:
-            data = self._store.get(key, max_bytes=bound)
+            data = self._store.get(key, max_bytes=_BOUNDS[kind])
         except ObjectNotFoundError:
             return None
         try:

@@ -2,10 +2,12 @@
 
 A thread of its own writes both, so that a slow store holds up no token. While the store cannot
 be reached receipts wait and the record is left out: it is rewritten anyway, and receipts are
-evidence that must arrive. Refuses to go on after any other error: `check` raises it to the
-process's own loop.
+evidence that must arrive. A receipt in whose place another stands is logged and left to
+`farcast verify`: whoever may write there must not be able to end a replica that serves. Refuses to
+go on after any other error: `check` raises it to the process's own loop.
 """
 
+import logging
 import os
 import re
 import socket
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
-from farcast.errors import StoreUnavailableError
+from farcast.errors import FormatError, StoreUnavailableError, VersionConflictError
 from farcast.fleet.connecting import ReplicaStore
 from farcast.fleet.records import Receipt, ReplicaRecord
 from farcast.fleet.registry import Registry
@@ -25,6 +27,8 @@ from farcast.types import VersionRef
 WRITE_SECONDS = 1.0
 RATE_SECONDS = 10.0
 """Tokens per second are a mean over this long: one batch of answers takes a few seconds."""
+
+_LOG = logging.getLogger(__name__)
 
 ReplicaState = Literal["joining", "serving", "staging", "waiting", "draining", "stopped", "failed"]
 
@@ -167,7 +171,10 @@ class ReplicaReporter:
 
     def _write(self) -> None:
         while self._receipts:
-            self._registry.put_receipt(self._receipts[0])
+            try:
+                self._registry.put_receipt(self._receipts[0])
+            except (VersionConflictError, FormatError) as error:
+                _LOG.error("A receipt could not be left: %s", error)
             self._receipts.popleft()
         self._registry.write_replica(self.record())
 

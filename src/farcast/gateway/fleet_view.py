@@ -4,14 +4,15 @@ A record is trusted for a while after it last *changed*, by this process's own c
 two machines have to agree on the time. Between two looks at the store, answers tell more: which
 version a replica serves now, and that one is out of reach.
 
-Refuses to send anything to a replica whose record names no http(s) address, and never fails at one:
-anybody who may write a record would else stop the gateway.
+Refuses to send anything to a replica whose record names no plain http(s) address, and never fails
+at one: anybody who may write a record would else stop the gateway, or take its requests with an
+address that fails each time and so looks idle.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from farcast.engines.admission import Constraint
 from farcast.fleet.leases import SILENT_SECONDS
@@ -21,6 +22,17 @@ SHUN_SECONDS = 2.0
 """How long a replica that did not answer is asked last: about as long as a record takes."""
 
 _SERVING = ("serving", "staging")
+
+_ADDRESS = re.compile(
+    r"https?://"
+    r"(?:[a-z0-9_][a-z0-9_-]{0,62}(?:\.[a-z0-9_-]{1,63}){0,32}\.?|\[[0-9a-f:.]{2,45}\])"
+    r"(?::(?P<port>[0-9]{1,5}))?"
+    r"(?:/[a-z0-9._~-]+)*",
+    re.ASCII | re.IGNORECASE,
+)
+"""No user, query or fragment, and only hosts that can be looked up."""
+
+_MAX_ADDRESS = 1024
 
 
 class Member:
@@ -106,11 +118,8 @@ class FleetView:
 
 
 def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, a port that is none
-        return False
+    found = _ADDRESS.fullmatch(url) if len(url) <= _MAX_ADDRESS else None
+    return found is not None and 0 < int(found["port"] or 80) < 1 << 16
 
 
 def _in_order(

@@ -31,13 +31,16 @@ from farcast.gateway.metrics import Traffic
 from farcast.gateway.routes import EVERY_ROUTE, Route
 from farcast.gateway.streams import MEDIA_TYPE
 from farcast.gateway.tokens import Token
-from farcast.gateway.upstream import Failure, UnreachableError, Upstream
+from farcast.gateway.upstream import Failure, UnreachableError, Upstream, read_answer
 
 SESSION = "X-Farcast-Session"
 REPLICA = "X-Farcast-Replica"
 TRIES = 4
 SESSIONS = 1 << 16
 """Sessions remembered; the one unused for longest is forgotten, and then starts anywhere."""
+
+VERSION_DIGITS = 12
+"""Of a version's number, at most."""
 
 MAX_SESSION = 256
 """Characters of a session's name that count."""
@@ -142,7 +145,7 @@ class Router:
             ) as answer:
                 headers = _headers_of(answer, member)
                 if answer.content_type != MEDIA_TYPE:
-                    data = await answer.read()
+                    data = await read_answer(answer)
                     return web.Response(body=data, status=answer.status, headers=headers)
                 response = web.StreamResponse(status=answer.status, headers=headers)
                 await begin(request, response)
@@ -211,7 +214,7 @@ def _headers_of(answer: aiohttp.ClientResponse, member: Member) -> dict[str, str
         if name in _FROM_REPLICA or name[:10].lower() == "x-farcast-":
             headers[name] = value
     version = headers.get("X-Farcast-Version-End", headers.get("X-Farcast-Version-Start"))
-    if version is not None and version.isdecimal():
+    if version is not None and version.isdecimal() and len(version) <= VERSION_DIGITS:
         member.version = int(version)
     return headers
 

@@ -33,7 +33,7 @@ from farcast.gateway.provenance import Provenance, Reported
 from farcast.gateway.routes import Route, Table
 from farcast.gateway.streams import MEDIA_TYPE, EventRelay
 from farcast.gateway.tokens import Token
-from farcast.gateway.upstream import Failure, UnreachableError, Upstream
+from farcast.gateway.upstream import Failure, UnreachableError, Upstream, read_answer
 from farcast.types import VersionRef
 
 _LOG = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Sidecar:
             async with self._upstream.ask(
                 route.method, self._urls[route], body, self._headers(request)
             ) as answer:
-                data = await answer.read()
+                data = await read_answer(answer)
         except (UnreachableError, *Failure) as error:
             raise self._refusal(error) from error
         return web.Response(body=data, status=answer.status, headers=_type_of(answer))
@@ -167,7 +167,7 @@ class Sidecar:
         ) as answer:
             if answer.content_type == MEDIA_TYPE:
                 return await self._relay(request, answer, visit, ticket)
-            data = await answer.read()
+            data = await read_answer(answer)
         reported = provenance.reported_spans(data)
         said = await visit.leave(ticket, reported)
         if said is None:

@@ -36,6 +36,9 @@ from farcast.replica import Subscriber
 
 LOOK_SECONDS = 0.2
 
+COMMIT_SECONDS = 60.0
+"""More than any pause of an engine that still answers."""
+
 SWITCH_SECONDS = 0.001
 """How long the staging thread may keep the interpreter from the event loop; Python's own 5 ms
 would be added to the latency of every request meanwhile."""
@@ -138,6 +141,7 @@ class _Process:
                 await self._until_stopped(stop, watch, watching)
                 await self._drain()
             finally:
+                await self._leave_engine()
                 watching.cancel()
                 await listener.stop()
                 await upstream.close()
@@ -177,6 +181,12 @@ class _Process:
         until = time.monotonic() + self._options.drain_seconds
         while self._gate.in_flight and time.monotonic() < until:
             await asyncio.sleep(LOOK_SECONDS / 4)
+
+    async def _leave_engine(self) -> None:
+        """Not in the middle of a commit. The requests that it waits for are cut off by the gate."""
+        patience = self._options.drain_seconds + COMMIT_SECONDS
+        if not await asyncio.to_thread(self._follower.leave, patience):
+            say("stops in the middle of a commit; replace the engine too")
 
     def _report_state(self) -> None:
         if self._reporter is None:

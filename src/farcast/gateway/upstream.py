@@ -17,6 +17,9 @@ would now and then send into a connection that is just being closed."""
 
 _SKIPPED = ("Accept", "Accept-Encoding", "User-Agent")
 
+MAX_ANSWER = 256 << 20
+"""More than any answer with log-probs: what is longer is a server's mistake, or its malice."""
+
 Failure = (aiohttp.ClientError, OSError)
 
 
@@ -90,6 +93,23 @@ class _Asked:
             self._response.release()
         else:
             self._response.close()
+
+
+async def read_answer(answer: aiohttp.ClientResponse) -> bytes:
+    """All of an answer, within its bound; raises one of `Failure` beyond it."""
+    length = answer.content_length
+    if length is not None and length <= MAX_ANSWER:
+        return await answer.read()
+    chunks, size = [], 0
+    if length is None:
+        async for chunk in answer.content.iter_any():
+            size += len(chunk)
+            if size > MAX_ANSWER:
+                break
+            chunks.append(chunk)
+        else:
+            return b"".join(chunks)
+    raise aiohttp.ClientPayloadError("The answer is too long.")
 
 
 def _connector(socket_path: str | None) -> aiohttp.BaseConnector:
