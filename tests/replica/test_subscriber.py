@@ -1,16 +1,19 @@
 """What the subscriber decides: where to go, when to start over, what it costs."""
 
 import pytest
+from msgspec.structs import replace
 from replica_world import World, held, weights
 
+from farcast.delta import encode
 from farcast.errors import (
+    FormatError,
     IntegrityError,
     LimitError,
     ObjectNotFoundError,
     TargetChangedError,
     UnknownVersionError,
 )
-from farcast.lineage import ObjectRef, object_key, version_key
+from farcast.lineage import ObjectRef, encode_manifest, object_key, version_key
 from farcast.replica import MemoryTarget, Progress, SyncStats
 from farcast.store.archive import Archive
 from farcast.store.testing import Fail, Rule, Stale
@@ -196,6 +199,45 @@ def test_a_damaged_delta_is_passed_by_an_anchor(fault: bytes | None) -> None:
         with pytest.raises((IntegrityError, LimitError)):
             subscriber.sync()
         assert subscriber.ref == world.refs[1]
+    for _ in range(2):
+        world.publish()
+    assert subscriber.sync() == world.refs[4]
+    assert held(target) == bits_of(weights(4))
+
+
+def _other_than_promised(kind: str) -> bytes:
+    """An object that a trainer could have written for version 2 and that is of no use."""
+    base, target = weights(1), weights(2)
+    if kind == "no delta":
+        return b"not a delta"
+    if kind == "other tensors":
+        target = weights(3)
+    else:  # made from other bits than those of version 1
+        base["layer.weight"] = base["layer.weight"] * 2
+    return encode(base, target)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["no delta", "other tensors", "other base"])
+def test_a_delta_that_does_not_hold_what_its_version_promises_is_passed_by_an_anchor(
+    kind: str, threads: int
+) -> None:
+    """Its bytes are what the manifest names, so it stays as it is however often it is fetched."""
+    world, target = World(anchor_every=4), MemoryTarget()
+    for _ in range(2):
+        world.publish()
+    subscriber = world.subscriber(target, threads=threads)
+    assert subscriber.sync() == world.refs[1]
+    world.publish()
+    archive = Archive(world.store, RUN)
+    manifest = archive.manifest(2)
+    (delta,) = manifest.deltas
+    useless = archive.put_object(_other_than_promised(kind))
+    told = replace(manifest, deltas=(replace(delta, objects=(useless,)),))
+    world.store.put(version_key(2), encode_manifest(told))
+    with pytest.raises((IntegrityError, FormatError)):
+        subscriber.sync()
+    assert subscriber.ref == world.refs[1]
     for _ in range(2):
         world.publish()
     assert subscriber.sync() == world.refs[4]

@@ -10,7 +10,8 @@ from farcast.replica.base import Draft, Goal, Target
 from farcast.replica.directory import CheckpointDirectory
 from farcast.replica.live import LiveTarget, Place
 from farcast.replica.memory import MemoryTarget
-from farcast.replica.subscriber import Progress, Staged, Subscriber, SyncStats
+from farcast.replica.staging import Progress, Staged, SyncStats
+from farcast.replica.subscriber import Subscriber
 
 if TYPE_CHECKING:
     from farcast.replica.torch_module import TorchModule
