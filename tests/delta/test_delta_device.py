@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from farcast.delta import device, to_bits, words_of  # noqa: E402
+from farcast.delta import device, passes, to_bits, words_of  # noqa: E402
 from farcast.delta.conditioned import FIELDS, PLAIN, field_of  # noqa: E402
 from farcast.errors import FormatError  # noqa: E402
 
@@ -60,16 +60,16 @@ Words = npt.NDArray[np.unsignedinteger]
 def small_pieces() -> Iterator[None]:
     """Pieces of a few blocks and changes, so that every seam is crossed."""
     with pytest.MonkeyPatch.context() as change:
-        for name, size in (
-            ("PIECE_WORDS", 1 << 12),
-            ("PIECE_EVENTS", 100),
-            ("GATHERED", 1 << 13),
-            ("COUNTED", 1000),
-            ("CHUNKS_AT_ONCE", 32),
+        for module, name, size in (
+            (device, "PIECE_WORDS", 1 << 12),
+            (device, "PIECE_EVENTS", 100),
+            (passes, "GATHERED", 1 << 13),
+            (passes, "COUNTED", 1000),
+            (passes, "CHUNKS_AT_ONCE", 32),
         ):
-            change.setattr(device, name, size)
+            change.setattr(module, name, size)
         if INTERPRETED:
-            change.setattr(device, "_passes", lambda t: device._triton(t.device))
+            change.setattr(passes, "passes_of", lambda t: passes._triton(t.device))
         yield
 
 
@@ -343,10 +343,10 @@ def test_where_triton_starts_no_kernel_torch_does_the_passes(
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(triton_kernels, "parent_values", refuse)
-    device._triton.cache_clear()
+    passes._triton.cache_clear()
     with pytest.warns(RuntimeWarning, match="C compiler"):
-        assert device._triton(torch.device("cpu")) is None
-    device._triton.cache_clear()
+        assert passes._triton(torch.device("cpu")) is None
+    passes._triton.cache_clear()
 
 
 SIZES = [0, 1, 3, 63, 64, 65, 127, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 5 * 1024 + 17]
@@ -366,7 +366,7 @@ def test_digests_are_blake3(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.skipif(INTERPRETED, reason="covers no kernel that the sizes do not")
 def test_digests_of_large_tensors(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "CHUNKS_AT_ONCE", 2500)
+    monkeypatch.setattr(passes, "CHUNKS_AT_ONCE", 2500)
     data = np.random.default_rng(8).integers(0, 256, (5 << 20) + 12345, dtype=np.uint8)
     tensor = torch.from_numpy(data).to(place)
     for size in (1 << 20, (1 << 21) - 1, 3 << 20, data.size):
@@ -415,7 +415,7 @@ def test_triton_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     pointers = {"counts": "*i32", "places": "*i64", "starts": "*i64", "ranks": "*i32"}
     pointers |= {"classes": "*u8", "within": "*i32", "values": "*i32", "parents": "*i32"}
-    constants = {"SIZE": device.TILE, "GROUP": 8, "LANE": kernels.LANES}
+    constants = {"SIZE": passes.TILE, "GROUP": 8, "LANE": kernels.LANES}
     for kernel in (
         kernels.count_kernel,
         kernels.rank_kernel,

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from device_world import PLACES, Doors, doors, pretend  # noqa: E402
-from farcast.delta import TensorBits, blocks, device, to_bits, writing  # noqa: E402
+from farcast.delta import TensorBits, blocks, device, passes, to_bits, writing  # noqa: E402
 from farcast.errors import PoisonError, TargetChangedError, TargetError  # noqa: E402
 from farcast.publish import Publisher  # noqa: E402
 from farcast.replica import Subscriber, TorchModule  # noqa: E402
@@ -270,8 +270,8 @@ def test_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     names = ("tile_counts", "tile_ranks", "tile_select")
     kernels = {name: staticmethod(getattr(triton_kernels, name)) for name in names}
-    passes = type("Passes", (device.TorchPasses,), kernels)
-    monkeypatch.setattr(device, "_passes", lambda _: passes)
+    chosen = type("Passes", (passes.TorchPasses,), kernels)
+    monkeypatch.setattr(passes, "passes_of", lambda _: chosen)
     monkeypatch.setattr(writing, "SMALL_WORDS", 100)
     stores = MemoryStore(), MemoryStore()
     on_device, on_the_host = (Publisher(s, RUN, writer="w") for s in stores)

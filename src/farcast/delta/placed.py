@@ -3,7 +3,7 @@
 `DeviceBits` stands where `TensorBits` stands for tensors in host memory. What crosses to the host
 is each change's class, rank and difference, 32 bytes a digest, and single blocks: of dense ones
 both sides, of whole ones the new side. What comes from it is each change's rank and difference,
-and blocks that are not sparse. `farcast.delta.device` holds the passes, and the two doors.
+and blocks that are not sparse. `farcast.delta.device` holds what is done there, and the two doors.
 
 The bytes that are written are those of the host's path, bit for bit. Refuses to bring a tensor
 over by accident: nothing here has a way to.

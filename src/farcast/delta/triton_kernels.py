@@ -1,6 +1,6 @@
-"""The passes of `farcast.delta.device` as Triton kernels. Pure.
+"""The passes of `farcast.delta.passes` as Triton kernels. Pure.
 
-Each function has a twin of the same name and result in `farcast.delta.device`, in plain torch;
+Each function has a twin of the same name and result in `farcast.delta.passes`, in plain torch;
 what a caller may assume stands there. Offsets within one call fit 31 bits: the caller cuts
 tensors into pieces.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from farcast.delta.device import TILE, Grid, Scheme
+from farcast.delta.passes import TILE, Grid, Scheme
 
 FAILURES = (TritonError, RuntimeError, OSError, SubprocessError)
 """What Triton raises where it cannot build or start a kernel: with no C compiler, say."""
