@@ -1,14 +1,18 @@
 """What goes wrong for a person is one sentence on stderr, a status, and nothing lost."""
 
 import errno
+import inspect
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from farcast.cli import boundary, options
-from farcast.cli.main import main
+from farcast.cli.main import app, main
 from farcast.errors import FarcastError, StoreFullError
 
 
@@ -132,14 +136,54 @@ def test_every_error_has_a_status_of_failure() -> None:
     assert all(kind.exit_code > 0 for kind in tree(FarcastError))
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["demo", "train", "worker", "replica", "status", "inspect", "plan", "verify"],
-)
-def test_help_teaches_by_example(farcast: Farcast, command: str) -> None:
-    status, out, _ = farcast(command, "--help")
-    assert status == 0
-    assert f"farcast {command}" in out
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Every command by what is typed for it."""
+    group = group or get_command(app)
+    found = {}
+    for name, command in group.commands.items():
+        words = (*path, name)
+        found[" ".join(words)] = command
+        if hasattr(command, "commands"):
+            found |= commands(command, words)
+    return found
+
+
+def examples(command: Any) -> list[str]:
+    """The lines of its code blocks, as typed: continued ones joined."""
+    blocks = inspect.cleandoc(command.help).split("```")[1::2]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_help_teaches_by_examples_whose_options_there_are(name: str) -> None:
+    held = commands()
+    lines = [shlex.split(line, comments=True) for line in examples(held[name])]
+    assert any(words[1 : 1 + len(name.split())] == name.split() for words in lines), lines
+    for words in lines:
+        if words[0] != "farcast":
+            continue
+        typed = " ".join(words[1:3]) if " ".join(words[1:3]) in held else words[1]
+        options = {option for param in held[typed].params for option in param.opts}
+        named = [word for word in words if word.startswith("--")]
+        assert set(named) <= options, (typed, named)
+        wanted = [p.opts for p in held[typed].params if p.required and p.opts[0].startswith("--")]
+        assert all(set(opts) & set(named) for opts in wanted), (typed, wanted)
+
+
+def test_help_fits_eighty_columns(farcast: Farcast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No example is broken in two, and what an option takes is told in a word, not in a type."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, command in commands().items():
+        status, out, _ = farcast(*name.split(), "--help")
+        assert status == 0
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        assert max(map(len, out.splitlines())) <= 80, name
+        for block in inspect.cleandoc(command.help).split("```")[1::2]:
+            for line in filter(None, block.splitlines()):
+                assert " ".join(line.split()) in lines, (name, line)
+        for type_name in ("<int", "<float", "<str", "TEXT"):
+            assert type_name not in out.replace("TURN:TEXT", ""), (name, type_name)
 
 
 def test_version_and_module(farcast: Farcast) -> None:

@@ -10,18 +10,23 @@ from farcast.cli import options
 
 def advise(
     store: options.Store,
-    min: Annotated[int, typer.Option("--min", min=0, help="Never fewer replicas.")] = 1,
-    max: Annotated[int, typer.Option("--max", min=1, max=4096, help="Never more.")] = 8,
+    min: Annotated[
+        int, typer.Option("--min", metavar="N", min=0, help="Never fewer replicas.")
+    ] = 1,
+    max: Annotated[
+        int, typer.Option("--max", metavar="N", min=1, max=4096, help="Never more.")
+    ] = 8,
     prefix: Annotated[
         str,
         typer.Option(
-            metavar="TEXT",
+            metavar="NAME",
             help="Replicas whose names begin otherwise are others': they count as there.",
         ),
     ] = "",
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen here.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Listen here; 0 takes a free port.")
+        int,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Listen here; 0 takes a free port."),
     ] = 8400,
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The autoscaler's bearer token, in a file.")
@@ -37,7 +42,8 @@ def advise(
     `/metrics` has it and the figures behind it for Prometheus. Once the trainer is done it is 0.
 
     ```
-    farcast advise --store s3://bucket/run1 --max 32 --token-file /etc/farcast/token
+    farcast advise --store s3://bucket/run1 --max 32 --token-env TOKEN
+    curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:8400/wanted
     ```
     """
     from farcast.fleet.launcher import leave_with_parent

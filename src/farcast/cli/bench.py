@@ -23,7 +23,15 @@ bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Measure codings of versions, on your own training run too.",
+    help="""Measure farcast beside what one would use instead, on your own run too.
+
+Each compares within one run, so that the ratios of different machines can be compared.
+
+```
+farcast bench record --store runs/demo/store --out recording
+farcast bench codec --data recording --plot codec.png
+```
+""",
 )
 
 bench.command()(rl)
@@ -108,10 +116,15 @@ def record(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new or empty folder.")],
     first: Annotated[
         int | None,
-        typer.Option(min=0, metavar="VERSION", help="[default: the oldest without a gap]"),
+        typer.Option(
+            min=0,
+            metavar="VERSION",
+            help="The oldest to record. [default: the oldest without a gap]",
+        ),
     ] = None,
     last: Annotated[
-        int | None, typer.Option(min=0, metavar="VERSION", help="[default: the newest]")
+        int | None,
+        typer.Option(min=0, metavar="VERSION", help="The last one. [default: the newest]"),
     ] = None,
 ) -> None:
     """Write consecutive versions of a run into a folder that `farcast bench codec` reads.
@@ -119,7 +132,7 @@ def record(
     Each version is rebuilt from the store and verified to its root.
 
     ```
-    farcast bench record --store runs/demo/store --out recording --first 10 --last 20
+    farcast bench record --store runs/demo/store --out recording --first 1
     ```
     """
     from rich.console import Console

@@ -12,18 +12,25 @@ from farcast.cli import options
 def rl(
     json: options.Json = None,
     trajectories: Annotated[
-        int, typer.Option(min=64, help="How many are sent by workers that are killed.")
+        int, typer.Option(metavar="N", min=64, help="How many are sent by workers that are killed.")
     ] = 10_000,
     link: Annotated[
         str, typer.Option("--link", metavar="RATE,RTT", help="The emulated link of both sides.")
     ] = "100mbit,80ms",
     model: Annotated[
-        str, typer.Option(help="What samples the trajectories whose bytes are counted.")
+        str,
+        typer.Option(
+            metavar="MODEL", help="What samples the trajectories whose bytes are counted."
+        ),
     ] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of those.")] = 256,
-    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of each training run.")] = 16,
-    seeds: Annotated[int, typer.Option(min=2, help="Training runs with and without link.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of kills and tasks.")] = 0,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each of those.")] = 256,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=4, help="Optimizer steps of each training run.")
+    ] = 16,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Training runs with and without link.")
+    ] = 3,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of kills and tasks.")] = 0,
     cache: options.Cache = None,
 ) -> None:
     """Does each trajectory count once, what does it cost, and does the distance cost anything?
@@ -34,7 +41,7 @@ def rl(
 
     ```
     farcast bench rl --json rl.json
-    farcast bench rl --trajectories 1000 --model tiny --tokens 64 --steps 6 --seeds 2   # a look
+    farcast bench rl --trajectories 1000 --model tiny --steps 6 --seeds 2
     ```
     """
     from rich.console import Console

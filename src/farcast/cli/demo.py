@@ -11,7 +11,7 @@ from farcast.cli import options
 from farcast.config import parse_link
 from farcast.errors import MissingDependencyError, StoppedAtOnceError
 from farcast.fleet.layout import RunFolder, fresh, newest
-from farcast.fleet.presets import DEFAULT_MODEL, PRESETS
+from farcast.fleet.presets import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,28 +28,23 @@ STOPPING = (
 
 def demo(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(PRESETS)}, or a local Hugging Face folder.")
-    ] = DEFAULT_MODEL,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps. [default: the model's preset]")
-    ] = None,
+    model: options.Model = DEFAULT_MODEL,
+    steps: options.Steps = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Replicas at the start. [default: 2]")
+        int | None,
+        typer.Option(metavar="N", min=1, max=64, help="Replicas at the start. [default: 2]"),
     ] = None,
     link: options.Link = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of tasks and sampling.")] = 0,
+    seed: options.Seed = 0,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help=f"Folder of this run. [default: {DEFAULT_OUT}, {DEFAULT_OUT}-2, ...]",
+            rich_help_panel=options.PLACES,
         ),
     ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Where both sides meet. [default: a folder in --out]"),
-    ] = None,
+    store: options.NewStore = None,
     resume: Annotated[
         bool,
         typer.Option(

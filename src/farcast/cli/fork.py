@@ -23,7 +23,8 @@ def fork(
         Path, typer.Option(metavar="DIR", help="Folder of the new run, for its trainer.")
     ] = Path("runs/fork"),
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps. [default: as the other run]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Optimizer steps. [default: as the other run]"),
     ] = None,
     trusted_key: options.TrustedKeyFile = None,
     signing_key: options.SigningKeyFile = None,
@@ -35,7 +36,8 @@ def fork(
     inspect` shows. The optimizer's state is not in a store: it begins anew.
 
     ```
-    farcast fork --store s3://bucket/run1 --version 120 --to s3://bucket/run2 --out runs/two
+    farcast fork --store s3://bucket/run1 --version 120 \\
+        --to s3://bucket/run2 --out runs/two
     farcast train --out runs/two --resume
     ```
     """

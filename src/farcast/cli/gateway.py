@@ -12,7 +12,8 @@ def gateway(
     store: options.Store,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen here.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Listen here; 0 takes a free port.")
+        int,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Listen here; 0 takes a free port."),
     ] = 8200,
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Clients' bearer token, in a file.")
@@ -27,9 +28,14 @@ def gateway(
     replica_token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Or in this environment variable.")
     ] = None,
-    max_requests: Annotated[int, typer.Option(min=1, help="More at once answer 503.")] = 4096,
+    max_requests: Annotated[
+        int, typer.Option(metavar="N", min=1, help="More at once answer 503.")
+    ] = 4096,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="When stopping, wait so long for those under way.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="When stopping, wait so long for those under way."
+        ),
     ] = 120.0,
     tied: options.Tied = False,
 ) -> None:

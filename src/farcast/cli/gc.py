@@ -16,13 +16,18 @@ KEEP = 256
 
 def gc(
     store: options.Store,
-    keep: Annotated[int, typer.Option(min=1, help="This many of the newest versions stay.")] = KEEP,
+    keep: Annotated[
+        int, typer.Option(metavar="N", min=1, help="This many of the newest versions stay.")
+    ] = KEEP,
     pin: Annotated[
         list[int] | None,
         typer.Option("--pin", min=0, metavar="VERSION", help="This one stays; may be repeated."),
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0, help="Leave objects alone that are younger, in seconds.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="Leave objects alone that are younger, in seconds."
+        ),
     ] = 3600.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would go, and remove nothing.")

@@ -54,9 +54,9 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 def inspect(
     store: options.Store,
-    last: Annotated[int, typer.Option(min=1, help="Print this many of the newest versions.")] = (
-        SHOWN
-    ),
+    last: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Print this many of the newest versions.")
+    ] = SHOWN,
     trusted_key: options.TrustedKeyFile = None,
     json: options.Json = None,
 ) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 import typer
@@ -15,11 +15,14 @@ import typer
 from farcast.config import ObjectiveName, OptimizerName, RunConfig, parse_link
 from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
-from farcast.fleet.presets import run_config
+from farcast.fleet.presets import PRESETS, run_config
 
 if TYPE_CHECKING:
     from farcast.fleet.connecting import Reach
     from farcast.lineage import TrustedKey
+
+LEARNING, PLACES, LINE, TRUST = "Learning", "Places", "Line to the store", "Signatures"
+"""Groups in which `--help` shows what several commands share."""
 
 Store = Annotated[
     str,
@@ -40,29 +43,76 @@ Link = Annotated[
         "--link",
         metavar="RATE,RTT",
         help="Put the replica behind an emulated link, e.g. 100mbit,80ms.",
+        rich_help_panel=LINE,
     ),
 ]
 Cache = Annotated[
     Path | None,
     typer.Option(
-        "--cache", metavar="DIR", help="Where prepared models are kept. [default: ~/.cache/farcast]"
+        "--cache",
+        metavar="DIR",
+        help="Where prepared models are kept. [default: ~/.cache/farcast]",
+        rich_help_panel=PLACES,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help=f"{', '.join(PRESETS)}, or a local Hugging Face folder.",
+        rich_help_panel=LEARNING,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        metavar="N",
+        min=1,
+        help="Optimizer steps. [default: the model's preset]",
+        rich_help_panel=LEARNING,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        min=0,
+        help="Seed of tasks and sampling.",
+        rich_help_panel=LEARNING,
+    ),
+]
+NewStore = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="Where trainer and replicas meet, unused yet. [default: a folder in --out]",
+        rich_help_panel=PLACES,
     ),
 ]
 Objective = Annotated[
     ObjectiveName | None,
     typer.Option(
         "--objective",
-        help="How the loss corrects for a token's age. [default: the preset's, dapo]",
+        metavar="NAME",
+        help="How the loss corrects for a token's age: "
+        f"{', '.join(get_args(ObjectiveName))}. [default: the preset's, dapo]",
         show_default=False,
+        rich_help_panel=LEARNING,
     ),
 ]
 Optimizer = Annotated[
     OptimizerName | None,
     typer.Option(
         "--optimizer",
-        help="muon trains the matrices of hidden layers, at AdamW's scale. "
+        metavar="NAME",
+        help="adamw, or muon, which trains the matrices of hidden layers, at AdamW's scale. "
         "[default: the preset's, adamw]",
         show_default=False,
+        rich_help_panel=LEARNING,
     ),
 ]
 TrustedKeyFile = Annotated[
@@ -71,6 +121,7 @@ TrustedKeyFile = Annotated[
         "--trusted-key",
         metavar="FILE",
         help="Take only what this public key signed (see farcast keygen).",
+        rich_help_panel=TRUST,
     ),
 ]
 Expired = Annotated[
@@ -79,6 +130,7 @@ Expired = Annotated[
         "--expired",
         help="With --trusted-key, when nothing signed says that the newest version is recent: "
         "refuse newer ones, or warn.",
+        rich_help_panel=TRUST,
     ),
 ]
 ServedFormat = Annotated[
@@ -96,15 +148,26 @@ Relay = Annotated[
         "--relay",
         metavar="URL",
         help="Read objects from this relay (see farcast relay), and from the store if it fails.",
+        rich_help_panel=LINE,
     ),
 ]
 RelayTokenFile = Annotated[
     Path | None,
-    typer.Option("--relay-token-file", metavar="FILE", help="The relay's token, in a file."),
+    typer.Option(
+        "--relay-token-file",
+        metavar="FILE",
+        help="The relay's token, in a file.",
+        rich_help_panel=LINE,
+    ),
 ]
 RelayTokenEnv = Annotated[
     str | None,
-    typer.Option("--relay-token-env", metavar="NAME", help="Or in this environment variable."),
+    typer.Option(
+        "--relay-token-env",
+        metavar="NAME",
+        help="Or in this environment variable.",
+        rich_help_panel=LINE,
+    ),
 ]
 SigningKeyFile = Annotated[
     Path | None,
@@ -112,6 +175,7 @@ SigningKeyFile = Annotated[
         "--signing-key",
         metavar="FILE",
         help="Sign every version with this secret key (see farcast keygen).",
+        rich_help_panel=TRUST,
     ),
 ]
 Tied = Annotated[bool, typer.Option("--tied", hidden=True)]

@@ -33,9 +33,9 @@ def plan(
     """Show the cheapest way from one version to another: in bytes, or in seconds over a link.
 
     ```
-    farcast plan --store runs/demo/store                       # an empty replica to the newest
-    farcast plan --store runs/demo/store --have 12 --want 30   # one that has fallen behind
-    farcast plan --store runs/demo/store --link 100mbit,80ms   # and how long it takes
+    farcast plan --store runs/demo/store                      # from nothing
+    farcast plan --store runs/demo/store --have 3 --want 8    # from behind
+    farcast plan --store runs/demo/store --link 100mbit,80ms  # in seconds
     ```
     """
     costs = None if link is None else _costs(link)

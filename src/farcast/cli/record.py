@@ -11,7 +11,16 @@ record = typer.Typer(
     name="record",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Record what passes between a harness and a replica, as trajectories.",
+    help="""Record what passes between a harness and a replica, as trajectories.
+
+`serve` stands between the two; `attach` says how a session ended, and then it goes home.
+
+```
+farcast record serve --store s3://bucket/run1 --journal recorder \\
+    --upstream http://127.0.0.1:8200 --token-env TOKEN
+farcast record attach --session ticket-17 --reward 1 --token-env TOKEN
+```
+""",
 )
 
 TokenFile = Annotated[
@@ -41,7 +50,8 @@ def serve(
     ] = "recorder",
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen here.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Listen here; 0 takes a free port.")
+        int,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Listen here; 0 takes a free port."),
     ] = 8300,
     token_file: TokenFile = None,
     token_env: TokenEnv = None,
@@ -65,8 +75,9 @@ def serve(
     under the sampled distribution (vLLM: `--logprobs-mode processed_logprobs`).
 
     ```
-    farcast record serve --store s3://bucket/run1 --upstream http://127.0.0.1:8200 \\
-        --upstream-token-env REPLICA_TOKEN --token-env TOKEN --journal recorder
+    farcast record serve --store s3://bucket/run1 --journal recorder \\
+        --upstream http://127.0.0.1:8200 --token-env TOKEN \\
+        --upstream-token-env REPLICA_TOKEN
     farcast record attach --session ticket-17 --reward 1 --token-env TOKEN
     ```
     """
@@ -101,14 +112,14 @@ def serve(
 @record.command()
 def attach(
     session: Annotated[str, typer.Option(metavar="NAME", help="The session that ended.")],
-    reward: Annotated[float, typer.Option(help="What it earned.")],
+    reward: Annotated[float, typer.Option(metavar="N", help="What it earned.")],
     url: Annotated[
         str, typer.Option(metavar="URL", help="The recorder.")
     ] = "http://127.0.0.1:8300",
     group: Annotated[
         str | None, typer.Option(metavar="NAME", help="Sessions of one question make a group.")
     ] = None,
-    group_size: Annotated[int, typer.Option(min=1, help="How many those are.")] = 1,
+    group_size: Annotated[int, typer.Option(metavar="N", min=1, help="How many those are.")] = 1,
     feedback: Annotated[
         str | None,
         typer.Option(metavar="TURN:TEXT", help="What was said of one of the model's turns."),
@@ -119,7 +130,8 @@ def attach(
     """Say how a recorded session ended; it goes home, durable when this returns.
 
     ```
-    farcast record attach --session ticket-17 --reward 0 --feedback "1:the file was not there"
+    farcast record attach --session ticket-17 --reward 0 \\
+        --feedback "1:the file was not there"
     ```
     """
     from farcast.cli.recorder_client import post_outcome

@@ -24,11 +24,14 @@ def relay(
     ] = "50GB",
     workers: Annotated[
         int,
-        typer.Option(min=1, max=256, help="Objects read from the store, and in memory, at once."),
+        typer.Option(
+            metavar="N", min=1, max=256, help="Objects read from the store, and in memory, at once."
+        ),
     ] = 4,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen here.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Listen here; 0 takes a free port.")
+        int,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Listen here; 0 takes a free port."),
     ] = 8300,
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Neighbours' bearer token, in a file.")
@@ -36,9 +39,14 @@ def relay(
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Or in this environment variable.")
     ] = None,
-    max_requests: Annotated[int, typer.Option(min=1, help="More at once answer 503.")] = 1024,
+    max_requests: Annotated[
+        int, typer.Option(metavar="N", min=1, help="More at once answer 503.")
+    ] = 1024,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="When stopping, wait so long for those under way.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="When stopping, wait so long for those under way."
+        ),
     ] = 120.0,
     link: options.Link = None,
     tied: options.Tied = False,

@@ -77,11 +77,14 @@ CachesOption = Annotated[
 ]
 MaxRequests = Annotated[
     int,
-    typer.Option(min=1, help="More than these at once answer 503.", rich_help_panel=_ENGINE),
+    typer.Option(
+        metavar="N", min=1, help="More than these at once answer 503.", rich_help_panel=_ENGINE
+    ),
 ]
 DrainSeconds = Annotated[
     float,
     typer.Option(
+        metavar="SECONDS",
         min=0.1,
         help="A request that holds up a commit for longer is ended.",
         rich_help_panel=_ENGINE,
@@ -89,7 +92,12 @@ DrainSeconds = Annotated[
 ]
 EngineSeconds = Annotated[
     float,
-    typer.Option(min=1, help="How long the engine may take to come up.", rich_help_panel=_ENGINE),
+    typer.Option(
+        metavar="SECONDS",
+        min=1,
+        help="How long the engine may take to come up.",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 Scratch = Annotated[
     Path | None,
@@ -102,7 +110,13 @@ Scratch = Annotated[
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Listen here.", rich_help_panel=_HTTP)]
 Port = Annotated[
     int,
-    typer.Option(min=0, max=65535, help="Listen here; 0 takes a free port.", rich_help_panel=_HTTP),
+    typer.Option(
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Listen here; 0 takes a free port.",
+        rich_help_panel=_HTTP,
+    ),
 ]
 Advertise = Annotated[
     str | None,
@@ -168,8 +182,8 @@ def replica(
     own, never those that change weights; `/ready` says when the first version is live.
 
     ```
-    farcast replica --store s3://bucket/run1 --engine vllm --engine-url unix:/run/vllm.sock \\
-        --model /models/base --token-file /etc/farcast/token
+    farcast replica --store s3://bucket/run1 --engine vllm \\
+        --engine-url unix:/run/vllm.sock --model /models/base --token-env TOKEN
     ```
     """
     options.check_writable(json)

@@ -22,6 +22,7 @@ def study(
     model: Annotated[
         str | None,
         typer.Option(
+            metavar="MODEL",
             help=f"smollm2, tiny, or a local Hugging Face folder. [default: {DEFAULT_MODEL}, "
             f"with --quick {_QUICK_MODEL}]",
             show_default=False,
@@ -48,7 +49,9 @@ def study(
         ),
     ] = Path("farcast-study"),
     json: options.Json = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling, texts and masters.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Of sampling, texts and masters.")
+    ] = 0,
     cache: options.Cache = None,
 ) -> None:
     """Measure how many served weights each step changes, and what its delta weighs.

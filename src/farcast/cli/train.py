@@ -10,7 +10,7 @@ from farcast.cli import options
 from farcast.config import RunConfig, decode_config
 from farcast.errors import ConfigError
 from farcast.fleet.layout import RunFolder
-from farcast.fleet.presets import DEFAULT_MODEL, PRESETS
+from farcast.fleet.presets import DEFAULT_MODEL
 from farcast.fleet.ranks import join, place
 
 if TYPE_CHECKING:
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
 def train(
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A RunConfig as JSON; replaces the options below."),
+        typer.Option(
+            metavar="FILE",
+            help="A RunConfig as JSON; replaces those of Learning, Places and Signatures.",
+        ),
     ] = None,
-    model: Annotated[
-        str, typer.Option(help=f"{', '.join(PRESETS)}, or a local Hugging Face folder.")
-    ] = DEFAULT_MODEL,
-    store: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Where workers meet it. [default: a folder in --out]"),
-    ] = None,
+    model: options.Model = DEFAULT_MODEL,
+    store: options.NewStore = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for checkpoints and metrics.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for checkpoints and metrics.",
+            rich_help_panel=options.PLACES,
+        ),
     ] = Path("runs/train"),
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps. [default: the model's preset]")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
+    steps: options.Steps = None,
+    seed: options.Seed = 0,
     objective: options.Objective = None,
     optimizer: options.Optimizer = None,
     signing_key: options.SigningKeyFile = None,
@@ -49,9 +50,9 @@ def train(
 
     ```
     farcast train --model tiny --store /data/run1 --out runs/one
-    farcast worker --store /data/run1 --id w1        # elsewhere, as many as you like
-    farcast train --out runs/one --resume            # after a stop or a crash
-    torchrun --nproc-per-node 4 -m farcast train ... # the model sharded over ranks
+    farcast worker --store /data/run1 --id w1  # elsewhere, many
+    farcast train --out runs/one --resume      # after a stop or a crash
+    torchrun --nproc-per-node 4 -m farcast train --out runs/four  # sharded
     ```
     """
 

@@ -17,14 +17,46 @@ if TYPE_CHECKING:
 
 _RAY = "Ray"
 
+_RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="The cluster: auto, HOST:PORT or ray://HOST:PORT. [default: a new one, here]",
+        rich_help_panel=_RAY,
+    ),
+]
+_Cpus = Annotated[
+    float,
+    typer.Option(
+        "--cpus",
+        metavar="N",
+        min=0,
+        help="CPU cores that a worker takes of a node.",
+        rich_help_panel=_RAY,
+    ),
+]
+_Gpus = Annotated[
+    float,
+    typer.Option(
+        "--gpus",
+        metavar="N",
+        min=0,
+        help="GPUs that a worker takes of a node.",
+        rich_help_panel=_RAY,
+    ),
+]
+
 
 def up(
     store: options.Store,
     launcher: Annotated[
         Literal["local", "ray"], typer.Option(help="Processes of this machine, or of a cluster.")
     ] = "local",
-    min: Annotated[int, typer.Option("--min", min=0, help="Never fewer workers.")] = 1,
-    max: Annotated[int, typer.Option("--max", min=1, max=4096, help="Never more.")] = 4,
+    min: Annotated[int, typer.Option("--min", metavar="N", min=0, help="Never fewer workers.")] = 1,
+    max: Annotated[
+        int, typer.Option("--max", metavar="N", min=1, max=4096, help="Never more.")
+    ] = 4,
     name: Annotated[
         str | None,
         typer.Option(
@@ -40,20 +72,9 @@ def up(
     logs: Annotated[
         Path, typer.Option(metavar="DIR", help="What local workers say goes here.")
     ] = Path("runs/up"),
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The cluster: auto, HOST:PORT or ray://HOST:PORT. [default: a new one, here]",
-            rich_help_panel=_RAY,
-        ),
-    ] = None,
-    cpus: Annotated[
-        float, typer.Option(min=0, help="What a worker takes of a node.", rich_help_panel=_RAY)
-    ] = 1.0,
-    gpus: Annotated[
-        float, typer.Option(min=0, help="What a worker takes of a node.", rich_help_panel=_RAY)
-    ] = 0.0,
+    ray_address: _RayAddress = None,
+    cpus: _Cpus = 1.0,
+    gpus: _Gpus = 0.0,
     json: options.Json = None,
 ) -> None:
     """Keep as many workers as a run wants: enough that its trainer never waits, and no more.
@@ -64,7 +85,8 @@ def up(
 
     ```
     farcast up --store runs/demo/store --max 3
-    farcast up --store s3://bucket/run1 --launcher ray --ray-address auto --gpus 1 --max 32
+    farcast up --store s3://bucket/run1 --max 32 \\
+        --launcher ray --ray-address auto --gpus 1
     ```
     """
     options.check_writable(json)
