@@ -208,6 +208,29 @@ def test_an_opaque_tensor_is_loaded_back_when_a_commit_fails(packing: Packing) -
     assert packing.engine.fingerprint() == GroupEngine(2, weights(1, **PACKED)).fingerprint()
 
 
+def test_an_opaque_tensor_of_a_commit_that_nobody_finished_is_not_taken_for_the_old_one(
+    packing: Packing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sidecar that is killed in the pause: the words on its disk are still the old ones, and of
+    what changed nothing can be read back."""
+    bits = {**weights(0, **PACKED), "packed.weight": weights(3, **PACKED)["packed.weight"]}
+    packing.publisher.publish(bits, step=1)
+
+    def die(*_: object) -> None:
+        raise SystemExit
+
+    for name in ("name_weights", "undo"):
+        monkeypatch.setattr(packing.engine, name, die)
+    with pytest.raises(TargetUncertainError):
+        packing.subscriber.sync()
+    monkeypatch.undo()
+    scratch = tmp_path / "scratch"
+    again = EngineTarget(packing.engine, tmp_path / "model", scratch=scratch)
+    subscriber = Subscriber(packing.subscriber.archive.store, RUN, again)
+    with pytest.raises(TargetUncertainError, match="middle of a commit"):
+        subscriber.sync()
+
+
 def test_an_exchanged_parameter_is_noticed(group: Group) -> None:
     group.case.publish()
     staged = group.case.subscriber.stage()

@@ -116,7 +116,7 @@ def test_a_commit_waits_for_those_that_may_not_cross(
         assert engine.enter() is None, "a new one that may not cross waits"
         time.sleep(0.05)
         assert engine.version == ref(1)
-        assert engine.gate.leave(ticket) == (ref(1), ticket.epoch)
+        assert engine.gate.leave(ticket) == (ref(1), ticket.epoch, True)
         committing.join(5)
     else:
         committing.join(5)
@@ -254,3 +254,18 @@ def _until(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_who_was_inside_while_the_engine_came_back_with_other_weights_is_told_nothing() -> None:
+    """A request that was sent once more, to the new process, was not written by the version."""
+    engine = Engine()
+    engine.commit(0)
+    before = engine.enter(crosses=True)
+    assert before is not None
+    engine.gate.lose("The engine ended its connection.")
+    engine.gate.forget("It is brought to a version again.")
+    engine.commit(0)
+    after = engine.enter(crosses=True)
+    assert after is not None
+    assert not engine.gate.leave(before).same_engine
+    assert engine.gate.leave(after).same_engine

@@ -71,25 +71,30 @@ class NotAdmittedError(FarcastError):
 
 
 class Ticket:
-    """A request inside the gate. `ref` was live, and `epoch` counted the commits, when it came
-    in. `cut` is called, from another thread, if the request outlasts a drain."""
+    """A request inside the gate. `ref` was live, `epoch` counted the commits and `life` the
+    engines that came back with other weights, when it came in. `cut` is called, from another
+    thread, if the request outlasts a drain."""
 
-    __slots__ = ("crosses", "cut", "epoch", "ref")
+    __slots__ = ("crosses", "cut", "epoch", "life", "ref")
 
     def __init__(
-        self, ref: VersionRef, epoch: int, *, crosses: bool, cut: Callable[[], None]
+        self, ref: VersionRef, epoch: int, life: int, *, crosses: bool, cut: Callable[[], None]
     ) -> None:
         self.ref = ref
         self.epoch = epoch
+        self.life = life
         self.crosses = crosses
         self.cut = cut
 
 
 class Exit(NamedTuple):
-    """What was live when a request left. An unchanged epoch means that no commit fell inside."""
+    """What was live when a request left. An unchanged epoch means that no commit fell inside. Not
+    `same_engine`: the engine came back with other weights meanwhile, so nobody can say what wrote
+    the answer."""
 
     ref: VersionRef
     epoch: int
+    same_engine: bool
 
 
 class AdmissionGate:
@@ -118,6 +123,7 @@ class AdmissionGate:
         self._leaving: str | None = None
         self._ref: VersionRef | None = None
         self._epoch = 0
+        self._life = 0
         self._inside: set[Ticket] = set()
         self._whole = 0
         self._served: dict[str, VersionRef] = {}
@@ -176,7 +182,7 @@ class AdmissionGate:
                     f"The replica already serves {self._limit} requests; try again, or another.",
                     "full",
                 )
-            ticket = Ticket(ref, self._epoch, crosses=crosses, cut=cut)
+            ticket = Ticket(ref, self._epoch, self._life, crosses=crosses, cut=cut)
             self._inside.add(ticket)
             self._whole += not crosses
             return ticket
@@ -190,7 +196,8 @@ class AdmissionGate:
                 self._whole -= 1
                 if not self._whole:
                     self._lock.notify_all()
-            return Exit(ticket.ref if self._ref is None else self._ref, self._epoch)
+            ref = ticket.ref if self._ref is None else self._ref
+            return Exit(ref, self._epoch, ticket.life == self._life)
 
     @contextmanager
     def commit(self) -> Iterator[None]:
@@ -215,6 +222,7 @@ class AdmissionGate:
         """The engine is back without the version: nothing enters until the next commit."""
         with self._lock:
             self._ref, self._closed, self._lost = None, reason, None
+            self._life += 1
         self._on_change()
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from farcast.delta import (
 )
 from farcast.engines.blocks import covered
 from farcast.engines.http_engine import (
+    UNKNOWN,
     InPlaceEngine,
     MemberLayout,
     Receipt,
@@ -137,10 +138,15 @@ class EngineTarget(Target):
         return None if ref is None else ref.run_id
 
     def recognise(self, roots: Callable[[], Mapping[str, VersionRef]]) -> VersionRef | None:
-        ref = super().recognise(roots)
-        if ref is not None:
-            self._mark.remember(ref)
-        return ref
+        with self._lock:
+            ref = super().recognise(roots)
+            if self._members:
+                self._require_finished(ref)
+                # A sidecar that died in a commit's pause, before it wrote, left it standing.
+                resume(self._engine)
+            if ref is not None:
+                self._mark.remember(ref)
+            return ref
 
     def read(self, name: str) -> TensorBits:
         return self._mirror.read(name)
@@ -267,8 +273,19 @@ class EngineTarget(Target):
         if not self._mirror.exists or self._unlike(receipts):
             self._mirror.create(tensors)
             self._require_like(receipts)
-        # A sidecar that died in a commit's pause, before it wrote, left the engine standing.
-        resume(self._engine)
+
+    def _require_finished(self, ref: VersionRef | None) -> None:
+        """Opaque tensors can't be hashed, so there the members' own word has to tell that no
+        commit was left half done by a sidecar that died in it."""
+        if not any(member.opaque for member in self._members):
+            return
+        told = {receipt.label for receipt in self._engine.receipts()}
+        if told not in ({UNKNOWN}, {label_of(ref)}):
+            self._uncertain = (
+                "The engine was left in the middle of a commit, and holds tensors that can't be "
+                "read back; start it again."
+            )
+            raise TargetUncertainError(self._uncertain)
 
     def _require_like(self, receipts: Sequence[Receipt]) -> None:
         wrong = self._unlike(receipts)

@@ -327,6 +327,8 @@ class _Visit:
                 break
         end = self._gate.leave(ticket)
         self._ticket = None
+        if not end.same_engine:
+            raise UnreachableError("The engine was restarted while it answered.")
         if end.epoch == ticket.epoch:
             if reported:
                 provenance.check(reported, ticket.ref, self._gate.served)
