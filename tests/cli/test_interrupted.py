@@ -102,7 +102,7 @@ with _stop_request(run) as stop:
 @pytest.mark.parametrize(
     ("program", "waits_for", "left"),
     [
-        (UP, "workers end the round they sample", "Ended at once: w-1 was killed."),
+        (UP, "workers send what they have sampled", "Ended at once: w-1 was killed."),
         (TRAIN, "the step under way ends", "the newest checkpoint is of step 4, go on from it"),
     ],
     ids=["up", "train"],

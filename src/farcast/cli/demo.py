@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("runs/demo")
 EXIT_INTERRUPTED = 130
 STOPPING = (
-    "stopping: replicas end their round, the trainer its step and writes a checkpoint; "
+    "stopping: replicas send what they sampled, the trainer ends its step and checkpoints; "
     "Ctrl-C again ends at once"
 )
 

@@ -111,7 +111,7 @@ def up(
     logs.mkdir(parents=True, exist_ok=True)
     with StopRequest(
         asked=lambda: announce(
-            "stopping: workers end the round they sample and leave (2 minutes at most); "
+            "stopping: workers send what they have sampled and leave (2 minutes at most); "
             "Ctrl-C again ends at once"
         )
     ) as stop:

@@ -52,10 +52,15 @@ def worker(
 
     from farcast.fleet.launcher import leave_with_parent
     from farcast.fleet.reporting import default_id
-    from farcast.fleet.signals import StopRequest
+    from farcast.fleet.signals import StopRequest, announce, end_at_once
     from farcast.fleet.worker_process import run_worker
 
-    with StopRequest() as stop:
+    with StopRequest(
+        asked=lambda: announce("stopping: what was sampled is sent; Ctrl-C again ends at once"),
+        insist=lambda: end_at_once(
+            "ended at once: what was acknowledged counts, the rest is sampled again"
+        ),
+    ) as stop:
         if tied:
             leave_with_parent()
         run_worker(

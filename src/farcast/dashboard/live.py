@@ -101,7 +101,7 @@ class LiveView:
     def _progress(self, step: int) -> RenderableType:
         """The rest is told from the steps of this sitting: the first one also starts processes."""
         now, remaining = time.monotonic(), None
-        if self._from is not None and step > self._from[0]:
+        if self._from is not None and step > self._from[0] and not self._urgent:
             each = (now - self._from[1]) / (step - self._from[0])
             remaining = each * (self._steps - step) or None
         return progress_line(step, self._steps, now - self._began, remaining)

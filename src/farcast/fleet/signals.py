@@ -72,9 +72,10 @@ class StopRequest:
 
 def announce(text: str) -> None:
     """A line on stderr from within a signal's handler, where `print` may be in the middle of
-    another line and would refuse. On a terminal it stands below the `^C` that was echoed."""
+    another line and would refuse. On a terminal it stands below the `^C` that was echoed. It does
+    not begin as an error does: supervisors look for those in logs."""
     start = "\n" if os.isatty(sys.stderr.fileno()) else ""
-    os.write(sys.stderr.fileno(), f"{start}farcast: {text}\n".encode())
+    os.write(sys.stderr.fileno(), f"{start}{text}\n".encode())
 
 
 def end_at_once(text: str) -> NoReturn:
