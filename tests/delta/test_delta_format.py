@@ -14,7 +14,7 @@ from farcast.delta.applying import Blob
 from farcast.delta.conditioned import field_of
 from farcast.delta.container import (
     MAX_HEADER_BYTES,
-    MAX_NAME_BYTES,
+    MAX_NAME_CHARACTERS,
     MAX_TABLES,
     MAX_TENSORS,
 )
@@ -93,6 +93,6 @@ def test_the_worked_file() -> None:
         assert encode_bits({"w": base}, {"w": target}).data == stored
 
 
-@pytest.mark.parametrize("limit", [MAX_HEADER_BYTES, MAX_TENSORS, MAX_NAME_BYTES, MAX_TABLES])
+@pytest.mark.parametrize("limit", [MAX_HEADER_BYTES, MAX_TENSORS, MAX_NAME_CHARACTERS, MAX_TABLES])
 def test_the_page_names_each_limit(limit: int) -> None:
     assert f"{limit:,}" in PAGE

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from farcast.delta import Patch, TensorBits, apply, blocks, encode, encode_bits, to_bits
 from farcast.delta.bits import BITS_PER_ELEMENT
+from farcast.errors import FormatError
 
 DTYPES = sorted(BITS_PER_ELEMENT)
 
@@ -99,6 +101,25 @@ def test_case_033_layouts_and_byte_orders_are_the_same_bits() -> None:
         assert out.tobytes() == np.ascontiguousarray(view).astype("<f4").tobytes()
         zero = np.zeros(view.shape, np.float32)
         assert apply({"w": zero}, encode({"w": zero}, {"w": view}))["w"].tolist() == view.tolist()
+
+
+@pytest.mark.parametrize("name", ["x" * 1025, "half of a pair \ud800", 5, None])
+def test_a_name_that_no_reader_takes_is_not_written(name: Any) -> None:
+    tensor = np.ones(3, np.float32)
+    for base, target in (({}, {name: tensor}), ({name: tensor}, {})):
+        with pytest.raises(FormatError, match="rename it"):
+            encode(base, target)
+    longest = {"x" * 1024: tensor}
+    assert apply({}, encode({}, longest)).keys() == longest.keys()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_torch_tensor_without_bits_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    pieces = [torch.zeros(2), torch.zeros(3)]
+    for tensor in (torch.zeros(3, device="meta"), torch.nested.nested_tensor(pieces)):
+        with pytest.raises(FormatError):
+            encode({}, {"x": tensor})
 
 
 def test_unaligned_and_read_only_memory() -> None:

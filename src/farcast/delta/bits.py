@@ -293,8 +293,10 @@ def _torch_to_bits(tensor: Any) -> TensorBits:
 def torch_kind(tensor: Any) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the served shape of a torch tensor."""
     name = _TORCH.get(str(tensor.dtype).removeprefix("torch."))
-    if name is None or str(tensor.layout) != "torch.strided":
+    if name is None or str(tensor.layout) != "torch.strided" or tensor.is_nested:
         raise FormatError(f"A torch tensor of {tensor.dtype}, {tensor.layout} has no served form.")
+    if tensor.is_meta:
+        raise FormatError("A tensor on the device meta has no bits; materialise the model first.")
     shape = tuple(tensor.shape)
     if name == "F4":  # torch counts packed pairs; served shapes count elements
         shape = (*shape[:-1], shape[-1] * 2) if shape else shape

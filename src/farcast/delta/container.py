@@ -13,6 +13,7 @@ is checked first, so that a flipped bit anywhere is refused before anything is p
 """
 
 import struct
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
@@ -32,7 +33,7 @@ MAX_HEADER_BYTES = 64 << 20
 """A tensor's row takes about 100 bytes: this is half a million tensors in one object."""
 
 MAX_TENSORS = 1 << 19
-MAX_NAME_BYTES = 1024
+MAX_NAME_CHARACTERS = 1024
 MAX_TABLES = 240
 """Tables of parameters: the writer adds one only where it pays, so a few are usual."""
 
@@ -49,7 +50,7 @@ HEADER_LEVEL = 9
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor of the container. `coding` says what its blob is; see `patch`."""
 
-    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
     dtype: str
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=16)]
     coding: Literal["blocks", "codes", "planes", "full"]
@@ -70,6 +71,21 @@ class Contents(NamedTuple):
     header: Header
     digests: list[Digest]
     spans: list[tuple[int, int]]
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names as a container has them. Refuses those that no reader would take."""
+    names = list(names)
+    for name in names:
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS:
+            raise FormatError(
+                f"A tensor's name is text of at most {MAX_NAME_CHARACTERS} characters, not "
+                f"{str(name)[:80]!r}; rename it."
+            )
+    try:
+        return sorted(names, key=str.encode)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise FormatError("A tensor's name is no text that UTF-8 can write; rename it.") from None
 
 
 def write_container(

@@ -29,7 +29,7 @@ from farcast.delta.container import read_container
 from farcast.delta.crew import Crew, shares, threads_for
 from farcast.delta.identity import tensor_digest
 from farcast.delta.writing import EncodedDelta, write_delta
-from farcast.errors import FormatError, IntegrityError
+from farcast.errors import FormatError, IntegrityError, LimitError
 from farcast.types import TensorEntry
 
 if TYPE_CHECKING:
@@ -231,16 +231,15 @@ class Patch:
         entry = self._entry(name)
         if entry.kind != "full":
             raise FormatError(f"The tensor {name[:80]!r} is not whole in this delta.")
-        data = np.empty(nbytes_of(entry.dtype, entry.shape), np.uint8)
-        self._fill(name, entry, data)
+        data = self._filled(name, entry)
         return self._check(name, TensorBits(entry.dtype, entry.shape, data))
 
     def _applied(self, name: str, entry: PatchEntry, buffer: Bytes, threads: int = 1) -> Applied:
         width = word_bytes(entry.dtype)
         start, end = self._spans[name]
         if entry.kind == "full":
-            applied, data = Applied(buffer, 8), np.empty_like(buffer)
-            self._fill(name, entry, data, threads)
+            applied = Applied(buffer, 8)
+            data = self._filled(name, entry, threads)
             applied.overwrite(slice(0, buffer.size), data, entry.changed)
             return applied
         if self._rows[name].coding == "planes":
@@ -288,9 +287,18 @@ class Patch:
         field = CODES if coded else field_of(entry.dtype)
         return Blob(self._data, spans, layout, field, self._tables)
 
-    def _fill(self, name: str, entry: PatchEntry, data: Bytes, threads: int = 1) -> None:
-        if data.size:
-            self._blob(name, entry).fill(data, threads)
+    def _filled(self, name: str, entry: PatchEntry, threads: int = 1) -> Bytes:
+        blob = self._blob_or_none(name, entry)  # has as many blocks as the shape asks for
+        size = nbytes_of(entry.dtype, entry.shape)
+        try:
+            data = np.empty(size, np.uint8)
+        except MemoryError:
+            raise LimitError(
+                f"The tensor {name[:80]!r} takes {size} bytes, more than this machine has free."
+            ) from None
+        if blob is not None:
+            blob.fill(data, threads)
+        return data
 
     def _entry(self, name: str) -> PatchEntry:
         entry = self.entries.get(name)

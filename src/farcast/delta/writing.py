@@ -31,7 +31,7 @@ from farcast.delta.blocks import (
 )
 from farcast.delta.coding import changed_positions, encode_sparse
 from farcast.delta.conditioned import CODES, FIELDS, Classes, Table, classes_of, field_of
-from farcast.delta.container import PACKED, Header, Row, write_container
+from farcast.delta.container import PACKED, Header, Row, in_order, write_container
 from farcast.delta.crew import Crew, shares, threads_for
 from farcast.delta.identity import entry_of
 from farcast.types import TensorEntry
@@ -157,7 +157,7 @@ def write_delta(
     """See `encode_bits`. A tensor whose bits are the same object on both sides is not looked at;
     without `hash_unchanged` the entries of unchanged tensors are those that were known."""
     base, target = _together(base, target)
-    names = sorted(target, key=str.encode)
+    names = in_order(target)
     writer = _Writer(base, target, shards)
     threads = threads_for(target.values(), threads)
     with Crew(threads) as crew:
@@ -174,7 +174,7 @@ def write_delta(
         Row(name, target[name].dtype, target[name].shape, body.coding, body.block, body.changed, n)
         for (name, body), n in zip(bodies.items(), map(len, blobs), strict=True)
     )
-    removed = tuple(sorted(set(base) - set(target), key=str.encode))
+    removed = tuple(in_order(set(base) - set(target)))
     header = Header(removed, writer.tables.packed(), rows)
     digests = [entries[name].digest for name in bodies]
     data = write_container(header, digests, blobs, threads=threads)

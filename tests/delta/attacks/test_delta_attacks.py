@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from forging import Bits, base_bits, one_class, reheadered, sealed, valid
 
-from farcast.delta import Patch
+from farcast.delta import Patch, encode
 from farcast.delta.container import MAGIC, PREFIX
 from farcast.errors import FormatError, IntegrityError, LimitError
 
@@ -277,3 +277,31 @@ def test_planes_that_claim_a_wrong_size() -> None:
     with pytest.raises(FormatError):
         Patch.open(data).apply_into("w", buffer)
     assert (buffer == before).all()
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_a_whole_tensor_of_a_terabyte_in_a_few_bytes(block: int) -> None:
+    def claim(header: list) -> None:
+        row = header[2][0]
+        row[2], row[3], row[4] = [1 << 39], "full", block
+
+    patch = Patch.open(reheadered(claim))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="table of blocks"):
+            patch.full("w")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_whole_tensor_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(1).integers(0, 256, 4096, dtype=np.uint8)
+    patch = Patch.open(encode({}, {"w": noise}))
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", refuse)
+    with pytest.raises(LimitError, match="4096 bytes"):
+        patch.full("w")
