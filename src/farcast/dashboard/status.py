@@ -56,7 +56,7 @@ def _fleet_line(snapshot: FleetSnapshot) -> Text:
     relayed = sum(snapshot.replicas[name].record.bytes_relayed for name in snapshot.replicas)
     fetched = sum(snapshot.replicas[name].record.bytes_fetched for name in snapshot.replicas)
     if relayed:
-        parts.append(f"{relayed / fetched:.0%} from relays")
+        parts.append(f"{relayed / max(fetched, relayed):.0%} from relays")
     text = Text("replicas  ", style="dim")
     text.append(", ".join(parts))
     return text

@@ -25,7 +25,16 @@ MAX_RECORD_BYTES = 1 << 22
 MAX_STEP_BYTES = 1 << 26
 """A step's record names every trajectory that it used: 65,536 of them take 1.6 MB."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Measure = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""Bounded so that sums and ratios of what anybody wrote stay finite numbers."""
+
+Root = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?\\Z")]
+"""A digest, or "" for none."""
+
+Address = Annotated[str, msgspec.Meta(max_length=1024, pattern="^[!-~]*\\Z")]
+"""Shown to people, so without anything that a terminal would obey."""
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +50,7 @@ class TrainerRecord(_Wire, frozen=True, kw_only=True):
     step: Count
     positions: dict[Name, Count] = {}
     """By worker: the next sequence number the trainer will read. Unread batches are the backlog."""
-    updated: float = 0.0
+    updated: Seconds = 0.0
 
 
 class ReplicaRecord(_Wire, frozen=True, kw_only=True):
@@ -52,11 +61,11 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     state: Literal["joining", "serving", "staging", "waiting", "draining", "stopped", "failed"]
     version: Annotated[int, msgspec.Meta(ge=-1, le=MAX_VERSION)]
     """-1 before the first verified version."""
-    root: str = ""
+    root: Root = ""
     tokens: Count = 0
-    tokens_per_second: float = 0.0
+    tokens_per_second: Measure = 0.0
     trajectories: Count = 0
-    waiting_seconds: float = 0.0
+    waiting_seconds: Seconds = 0.0
     """Since it started: held up by the trainer's backlog, or by the store."""
     unread: Count = 0
     """Groups of its that the trainer has yet to read."""
@@ -67,11 +76,11 @@ class ReplicaRecord(_Wire, frozen=True, kw_only=True):
     bytes_full: Count = 0
     """What full copies of the same versions would have moved."""
     commits: Count = 0
-    commit_seconds: float = 0.0
+    commit_seconds: Seconds = 0.0
     """Longest pause of a commit so far."""
-    url: str = ""
+    url: Address = ""
     """Where it answers requests; empty if nobody can ask it anything."""
-    updated: float = 0.0
+    updated: Seconds = 0.0
 
 
 class StepRecord(_Wire, frozen=True, kw_only=True):
@@ -88,26 +97,26 @@ class StepRecord(_Wire, frozen=True, kw_only=True):
     root: Digest
     incarnation: Name
     resumed_from: int = -1
-    reward_mean: float = 0.0
-    reward_std: float = 0.0
-    loss: float | None = 0.0
-    grad_norm: float | None = 0.0
+    reward_mean: Measure = 0.0
+    reward_std: Measure = 0.0
+    loss: Measure | None = 0.0
+    grad_norm: Measure | None = 0.0
     """None where it was not a finite number, which JSON cannot hold: the step changed nothing."""
-    staleness_mean: float = 0.0
+    staleness_mean: Measure = 0.0
     staleness_max: Count = 0
     consumed: tuple[Name, ...] = ()
     """Ids of the trajectories that entered this step's gradient."""
-    dropped: dict[str, tuple[Name, ...]] = {}
+    dropped: dict[Name, tuple[Name, ...]] = {}
     """Ids left out since the step before, by reason: "stale", "partial", "invalid"."""
     tokens: Count = 0
     changed: Count = 0
     elements: Count = 0
     bytes_sent: Count = 0
     bytes_full: Count = 0
-    step_seconds: float = 0.0
-    blocked_seconds: float = 0.0
+    step_seconds: Seconds = 0.0
+    blocked_seconds: Seconds = 0.0
     """Time the training loop waited for publishing."""
-    waited_seconds: float = 0.0
+    waited_seconds: Seconds = 0.0
     """Time the training loop waited for trajectories."""
 
 
@@ -117,6 +126,6 @@ class Receipt(_Wire, frozen=True, kw_only=True):
     replica_id: Name
     version: Count
     root: Digest
-    staged_seconds: float
-    commit_seconds: float
+    staged_seconds: Seconds
+    commit_seconds: Seconds
     bytes_fetched: Count
