@@ -32,13 +32,17 @@ _WINDOW = 8
 
 
 def plot(record: FigureRecord, path: Path) -> None:
-    """Write the figure's plot; the file's suffix chooses PNG, PDF or SVG."""
+    """Write the figure's plot; the file's suffix chooses PNG, PDF or SVG. Panels stand two in a
+    row: three would be too small to read where a page shows them 900 pixels wide."""
     panels, draw = _PLOTS[record.figure]
+    rows = (panels + 1) // 2
     figure = Figure(
-        figsize=(1.7 + 4.9 * panels, 4.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12)
+        figsize=(11.5, 4.6 * rows), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     )
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    draw(list(axes), record)
+    axes = list(figure.subplots(rows, 2, squeeze=False).flat)
+    for unused in axes[panels:]:
+        unused.remove()
+    draw(axes[:panels], record)
     figure.savefig(path)
 
 
@@ -131,6 +135,8 @@ def _where(axes: list[Axes], record: FigureRecord) -> None:
     _prepare(axes[1], "By layer", "layer", "weights changed (dashed: predicted)")
     by_layer = sorted(layers, key=_number)
     _line(axes[1], by_layer, x=_number, **style)
+    axes[1].margins(y=0.15)
+    axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     _percents(axes[1], log=False)
     _prepare(
         axes[2], "By exponent of the weight", "exponent", "weights changed (dashed: predicted)"
@@ -198,9 +204,10 @@ def _scales(axes: list[Axes], record: FigureRecord) -> None:
         kept = steady(rows, record.settings.warmup)
         smaller = mean(factor(r) for r in kept) or 0.0
         axes[1].barh(len(lines) - at, smaller, color=style["color"], height=0.7)
-        moved = percent(mean(r.scales_changed for r in kept))
+        moved = _moved(mean(r.scales_changed for r in kept))
         axes[1].text(smaller, len(lines) - at, f" {moved}", va="center", fontsize=8, color=_INK)
     axes[1].set_yticks(range(len(lines), 0, -1), [rows[0].format for rows in lines], fontsize=8)
+    axes[1].grid(visible=False, axis="y")
     axes[1].margins(x=0.15)
     _log(axes[0])
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -211,6 +218,11 @@ def _scales(axes: list[Axes], record: FigureRecord) -> None:
     ):
         axes[0].plot([], [], color=_INK, linestyle=stroke, label=label)
     _legend_beside(axes)
+
+
+def _moved(share: float | None) -> str:
+    """Beside a bar five digits of next to nothing would only be noise; the table has them."""
+    return "< 0.01 %" if share is not None and 0 < share < 1e-4 else percent(share)
 
 
 def _policy_style(name: str) -> dict[str, object]:
