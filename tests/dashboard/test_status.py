@@ -124,6 +124,20 @@ def test_the_live_view_uses_the_room_there_is_and_cuts_no_figure(width: int) -> 
     assert "-x2x7k" in said  # both ends of a name, however narrow
 
 
+@pytest.mark.parametrize("width", range(48, 110, 3))
+def test_no_figure_of_a_replica_is_cut_at_any_width(width: int) -> None:
+    one = replica(
+        "r1", "serving", 4, 2e3, trajectories=160, bytes_fetched=4_700_000, commit_seconds=0.202
+    )
+    view = snapshot()._replace(replicas={"r1": one})
+    lines = shown(view, width=width)
+    (head,) = [line for line in lines if line.startswith("replica ")]
+    (told,) = [line for line in lines if line.startswith("r1 ")]
+    assert "…" not in head + told
+    for heading, figure in (("pause", "202 ms"), ("fetched", "4.7 MB"), ("state", "dead 33m")):
+        assert (heading in head) == (figure in told)
+
+
 def test_what_a_signal_said_stands_above_all_else() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, color_system=None)

@@ -163,6 +163,7 @@ class _Column(NamedTuple):
         return max(len(self.heading), *(len(cell) for cell in self.cells))
 
 
+_NAME = "replica"
 _LEAST_TELLING_FIRST = ("pause", "saved", "trajs", "fetched", "tok/s")
 
 
@@ -175,7 +176,7 @@ def replica_table(snapshot: FleetSnapshot, *, killed: set[str]) -> RenderableTyp
 
     def draw(width: int) -> RenderableType:
         held = dict(columns)
-        wanted = min(max((len(name) for name in names), default=0), MAX_NAME)
+        wanted = min(max(len(_NAME), *map(len, names)), MAX_NAME) if names else 0
 
         def room() -> int:
             return width - sum(column.width + 1 for column in held.values()) - 1
@@ -214,7 +215,7 @@ def _columns(snapshot: FleetSnapshot, names: list[str], killed: set[str]) -> dic
 
 def _laid_out(names: list[str], columns: dict[str, _Column], name_width: int, gap: int) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("replica", no_wrap=True)
+    table.add_column(_NAME, no_wrap=True)
     for column in columns.values():
         table.add_column(column.heading, justify="right" if column.right else "left", no_wrap=True)
     for row, name in enumerate(names):
