@@ -244,6 +244,18 @@ def test_a_delta_that_does_not_hold_what_its_version_promises_is_passed_by_an_an
     assert held(target) == bits_of(weights(4))
 
 
+def test_a_manifest_with_other_figures_than_its_version_is_refused() -> None:
+    world, target = World(), MemoryTarget()
+    for _ in range(3):
+        world.publish()
+    manifest = Archive(world.store, RUN).manifest(2)
+    for change in ({"tensors": 4}, {"bytes_full": 1}):
+        world.store.put(version_key(2), encode_manifest(replace(manifest, **change)))
+        with pytest.raises(IntegrityError, match="figures"):
+            world.subscriber(target).sync()
+    assert target.ref is None
+
+
 def test_a_damaged_anchor_is_passed_by_deltas() -> None:
     world = World(anchor_every=2)
     for _ in range(4):

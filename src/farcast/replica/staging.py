@@ -28,7 +28,7 @@ from farcast.errors import (
 from farcast.lineage import ObjectRef, Plan
 from farcast.replica.base import Draft, Goal, Target
 from farcast.store.archive import Archive
-from farcast.store.rebuilding import Chain, Finished
+from farcast.store.rebuilding import Chain, Finished, check_figures
 from farcast.types import TensorEntry, VersionRef
 
 Damage: TypeAlias = FormatError | IntegrityError | LimitError
@@ -183,6 +183,7 @@ class Stager:
                 )
         except DAMAGE as error:
             raise DamagedError([one.ref for step in fetched for one in step], error) from error
+        check_figures(goal.entries, self._archive.manifest(goal.ref.version))  # no way around it
         return chain, goal
 
     def _goal(self, plan: Plan, fetched: Sequence[Sequence[_Fetched]]) -> Goal:

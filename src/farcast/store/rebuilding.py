@@ -195,14 +195,19 @@ def check_weights(weights: Weights, manifest: Manifest) -> Weights:
             f"What the store holds for {manifest.ref} does not have that root; "
             "do not use that version."
         )
-    size = sum(nbytes_of(entry.dtype, entry.shape) for entry in weights.entries.values())
-    if (len(weights.entries), size) != (manifest.tensors, manifest.bytes_full):
+    check_figures(weights.entries, manifest)
+    return weights
+
+
+def check_figures(entries: Mapping[str, TensorEntry], manifest: Manifest) -> None:
+    """Refuse a manifest that counts other tensors or bytes than its version has."""
+    size = sum(nbytes_of(entry.dtype, entry.shape) for entry in entries.values())
+    if (len(entries), size) != (manifest.tensors, manifest.bytes_full):
         raise IntegrityError(
             f"The manifest of {manifest.ref} counts {manifest.tensors} tensors and "
-            f"{manifest.bytes_full} bytes, but there are {len(weights.entries)} and {size}; "
+            f"{manifest.bytes_full} bytes, but there are {len(entries)} and {size}; "
             "do not trust its figures."
         )
-    return weights
 
 
 def _last_reset(name: str, patches: Sequence[Patch | None]) -> int:
