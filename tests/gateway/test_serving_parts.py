@@ -19,6 +19,7 @@ from farcast.engines.plain_http import PlainEngine
 from farcast.engines.sglang_engine import SglangEngine
 from farcast.engines.vllm_engine import VllmEngine
 from farcast.errors import ConfigError, IntegrityError
+from farcast.fleet.leases import SILENT_SECONDS
 from farcast.fleet.records import ReplicaRecord
 from farcast.fleet.registry import Sighting
 from farcast.gateway import provenance, upstream
@@ -331,15 +332,13 @@ def test_the_idlest_is_asked() -> None:
 def test_silent_stopped_and_odd_replicas_are_not_asked() -> None:
     fleet = Fleet()
     fleet.update(1, a=3, b=3)
-    fleet.now += 8
+    fleet.now += 2
     fleet.update(2, a=3)  # b's record is gone
     assert fleet.names(Constraint()) == ["a"]
-    fleet.now += 8
-    fleet.update(2, a=3)  # the same record as before
-    assert fleet.names(Constraint()) == ["a"]
-    fleet.now += 8
-    fleet.update(2, a=3)
-    assert fleet.names(Constraint()) == []
+    for second in range(2, 15, 2):
+        fleet.now += 2
+        fleet.update(2, a=3)  # the same record as before
+        assert fleet.names(Constraint()) == (["a"] if second < SILENT_SECONDS else [])
     fleet.update(3, a=3)  # it lives
     assert fleet.names(Constraint()) == ["a"]
     odd_ones = [{"state": "draining"}, {"state": "failed"}]
@@ -402,6 +401,20 @@ def test_an_address_with_a_slash_at_its_end_is_the_same_replica_at_each_look() -
     member.load = 7
     fleet.view.update({"a": fleet.sighting("a", 3, 2, url="http://a/")})
     assert fleet.view.usable() == [member]
+
+
+def test_replicas_are_asked_as_before_while_the_store_is_away_and_when_it_is_back() -> None:
+    """Nobody could rewrite a record meanwhile, and nobody has yet at the first look after."""
+    fleet = Fleet()
+    fleet.update(1, a=3)
+    fleet.now += 600
+    assert fleet.names(Constraint()) == ["a"]
+    fleet.update(1, a=3)
+    assert fleet.names(Constraint()) == ["a"]
+    for _ in range(4):
+        fleet.now += 2
+        fleet.update(1, a=3)
+    assert fleet.names(Constraint()) == []
 
 
 def test_one_that_did_not_answer_is_asked_last_for_a_while() -> None:

@@ -1,8 +1,9 @@
 """The replicas of a run as a gateway knows them: from their records, and from what they answer.
 
 A record is trusted for a while after it last *changed*, by this process's own clock, so that no
-two machines have to agree on the time. Between two looks at the store, answers tell more: which
-version a replica serves now, and that one is out of reach.
+two machines have to agree on the time. Only time in which the store was seen counts: while it is
+away nobody can write, and replicas that serve on without it are asked as before. Between two looks
+at the store, answers tell more: which version a replica serves now, and that one is out of reach.
 
 Refuses to send anything to a replica whose record names no plain http(s) address, and never fails
 at one: anybody who may write a record would else stop the gateway, or take its requests with an
@@ -21,6 +22,9 @@ from farcast.fleet.registry import Sighting
 SHUN_SECONDS = 2.0
 """How long a replica that did not answer is asked last: about as long as a record takes."""
 
+LOOKED_SECONDS = 3.0
+"""Two looks further apart than this have an outage between them."""
+
 _SERVING = ("serving", "staging")
 
 _ADDRESS = re.compile(
@@ -36,7 +40,8 @@ _MAX_ADDRESS = 1024
 
 
 class Member:
-    """One replica. `load` counts the requests that this gateway has there."""
+    """One replica. `load` counts the requests that this gateway has there; `changed` is when its
+    record last did, in seconds of watching."""
 
     __slots__ = ("changed", "load", "name", "serving", "shunned", "updated", "url", "version")
 
@@ -72,9 +77,15 @@ class FleetView:
         self._wall = wall
         self._members: dict[str, Member] = {}
         self._turn = 0
+        self._looked: float | None = None
+        self._watched = 0.0
+        """Seconds in which the store was seen."""
 
     def update(self, sightings: Mapping[str, Sighting]) -> None:
         """Take in what the store says."""
+        now = self._clock()
+        self._watched += 0.0 if self._looked is None else min(now - self._looked, LOOKED_SECONDS)
+        self._looked = now
         for name in self._members.keys() - sightings.keys():
             del self._members[name]
         for name, sighting in sightings.items():
@@ -82,8 +93,8 @@ class FleetView:
 
     def usable(self) -> list[Member]:
         """Those that serve, as far as anybody knows."""
-        now = self._clock()
-        return [m for m in self._members.values() if m.serving and now - m.changed < SILENT_SECONDS]
+        oldest = self._watched - SILENT_SECONDS
+        return [m for m in self._members.values() if m.serving and m.changed > oldest]
 
     def shun(self, member: Member) -> None:
         member.shunned = self._clock() + SHUN_SECONDS
@@ -108,9 +119,9 @@ class FleetView:
                 return
             member = self._members[name] = Member(name, url)
             age = self._wall() - sighting.modified
-            member.changed = self._clock() - max(0.0, age)
+            member.changed = self._watched - max(0.0, age)
         elif record.updated != member.updated:
-            member.changed = self._clock()
+            member.changed = self._watched
         if record.updated != member.updated:
             member.updated = record.updated
             member.version = record.version

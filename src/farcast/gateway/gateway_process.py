@@ -86,8 +86,8 @@ async def _serve(
 
 
 async def _look(fleet: FleetView, registry: Registry, seconds: float) -> None:
-    """Until cancelled. A store that is away changes nothing until records are too old; a record
-    that is damaged, or a stray file, is left out and logged once."""
+    """Until cancelled. A store that is away changes nothing; a record that is damaged, or a stray
+    file, is left out and logged once."""
     told: set[str] = set()
 
     def leave_out(key: str, error: FormatError) -> None:
