@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcast.delta import to_bits
-from farcast.errors import ConfigError
+from farcast.errors import ConfigError, PoisonError
 from farcast.formats import FORMATS, Recipe, parse_recipe
 from farcast.formats.deriving import derive, unpacked
 from farcast.formats.rounding import GRIDS, rounded
@@ -122,6 +122,16 @@ def test_a_scale_never_strays_more_than_its_bound_and_never_clips(
         else:
             assert bool(((ratio >= 1.0) & (ratio <= bound)).all())
         weight = weight * (1 + drift * torch.randn(weight.shape, generator=random))
+
+
+def test_the_largest_code_does_not_hide_a_value_that_no_code_has() -> None:
+    before = derive({"x": torch.tensor([65504.0, -65504.0])}, "fp16")
+    with pytest.raises(PoisonError, match="65504"):
+        derive({"x": torch.tensor([1e6, -65504.0])}, "fp16-round0.75", previous=before)
+    largest = torch.tensor([torch.finfo(torch.bfloat16).max])
+    before = derive({"x": largest}, "bf16")
+    served = derive({"x": largest * torch.inf}, "bf16-round0.75", previous=before)
+    assert served["x"].isinf().all()
 
 
 def test_scales_that_stay_keep_codes_that_would_all_have_moved() -> None:

@@ -49,8 +49,10 @@ def rounded(
     down, up = grid.neighbours(old)
     off = values[moved].double() - kept
     step = torch.where(off < 0, kept - down, up - kept)
-    # Beyond the last code there is no step: the last code stays, as it does when rounding.
-    near = (off.abs() < threshold * step) | (step == 0) | (off == 0)
+    # Beyond the last code there is no step: it stays where rounding stays at it too, and gives way
+    # to the infinity of elements that have one.
+    last = (step == 0) & grid.values(codes[moved]).isfinite()
+    near = (off.abs() < threshold * step) | last | (off == 0)
     _words(codes)[moved] = torch.where(near, _words(old), _words(codes)[moved])
     return codes
 
