@@ -67,10 +67,14 @@ def decode_sparse(
     """Where a tensor of `words` changes, ascending, and by how much (modulo its width)."""
     if changed > words:
         raise FormatError("A delta changes more words than its tensor has; fetch it again.")
-    gaps, rest = _unpack_planes(blob, changed, _GAP_BYTES)
-    folded, rest = _unpack_planes(rest, changed, width)
+    gap_planes, rest = _read_planes(blob, changed, _GAP_BYTES)
+    planes, rest = _read_planes(rest, changed, width)
     if len(rest):
         raise FormatError("A delta has bytes after its last word; fetch it again.")
+    if changed and not planes:  # nothing would bound how many there are
+        raise FormatError("A delta changes words by nothing; fetch it again.")
+    gaps = _words(gap_planes, changed, _GAP_BYTES)
+    folded = _words(planes, changed, width)
     if changed and (int(gaps.max()) >= words or _sum(gaps) + changed > words):
         raise FormatError("A delta points outside its tensor; fetch it again.")
     positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
@@ -87,9 +91,10 @@ def encode_full(target: Bytes, width: int, *, signed: bool) -> bytes:
 
 
 def decode_full(blob: bytes | memoryview, size: int, width: int, *, signed: bool) -> Bytes:
-    words, rest = _unpack_planes(blob, size // width, width)
+    planes, rest = _read_planes(blob, size // width, width)
     if len(rest):
         raise FormatError("A full tensor has bytes after its last word; fetch it again.")
+    words = _words(planes, size // width, width)
     return (_turn(words, words.itemsize * 8 - 1) if signed else words).view(np.uint8)
 
 
@@ -118,19 +123,29 @@ def _pack_planes(words: Words, level: int) -> bytes:
     return b"".join(out)
 
 
-def _unpack_planes(blob: bytes | memoryview, count: int, width: int) -> tuple[Words, memoryview]:
+def _read_planes(
+    blob: bytes | memoryview, count: int, width: int
+) -> tuple[list[bytes | memoryview], memoryview]:
+    """The planes that were kept, each of `count` bytes, and what follows them."""
     view = memoryview(blob)
     if len(view) < 1 or view[0] > width:
         raise FormatError("A delta's planes are malformed; fetch it again.")
     kept, view = view[0], view[1:]
-    planes = np.zeros((count, width), np.uint8)
-    for index in range(kept):
+    planes = []
+    for _ in range(kept):
         if len(view) < 8:
             raise FormatError("A delta ends inside its planes; fetch it again.")
         (length,) = struct.unpack_from("<Q", view)
         body, view = view[8 : 8 + length], view[8 + length :]
-        planes[:, index] = np.frombuffer(_plane(body, length, count), np.uint8)
-    return cast(Words, planes.reshape(-1).view(f"<u{width}")), view
+        planes.append(_plane(body, length, count))
+    return planes, view
+
+
+def _words(planes: list[bytes | memoryview], count: int, width: int) -> Words:
+    joined = np.zeros((count, width), np.uint8)
+    for index, plane in enumerate(planes):
+        joined[:, index] = np.frombuffer(plane, np.uint8)
+    return cast(Words, joined.reshape(-1).view(f"<u{width}"))
 
 
 def _plane(body: memoryview, length: int, count: int) -> bytes | memoryview:

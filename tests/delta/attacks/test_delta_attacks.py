@@ -7,6 +7,7 @@ import pytest
 from forging import Bits, base_bits, one_class, reheadered, sealed, valid
 
 from farcast.delta import Patch, encode
+from farcast.delta.coding import decode_sparse
 from farcast.delta.container import MAGIC, PREFIX
 from farcast.errors import FormatError, IntegrityError, LimitError
 
@@ -305,3 +306,10 @@ def test_a_whole_tensor_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(np, "empty", refuse)
     with pytest.raises(LimitError, match="4096 bytes"):
         patch.full("w")
+
+
+@pytest.mark.parametrize("blob", [b"", bytes(2), bytes(1000), b"\0\1" + bytes(8), b"\1" + bytes(9)])
+def test_a_terabyte_of_changes_in_a_few_bytes(blob: bytes) -> None:
+    """Where deltas are joined without their base, nothing but the bytes says how many there are."""
+    with pytest.raises(FormatError):
+        decode_sparse(blob, 1 << 40, 1 << 40, 1)
