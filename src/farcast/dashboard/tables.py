@@ -105,7 +105,7 @@ def progress_line(step: int, steps: int, elapsed: float, remaining: float | None
     more = "" if remaining is None else f", about {human_seconds(round(remaining))} left"
     grid.add_row(
         Text(f"step {step} of {steps}", style="bold"),
-        ProgressBar(total=steps, completed=step),
+        ProgressBar(total=steps, completed=step, complete_style="cyan", finished_style="green"),
         Text(f"{human_seconds(elapsed)}{more}", style="dim"),
     )
     return grid
