@@ -3,9 +3,18 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from farcast.errors import FormatError
-from farcast.trajectory import Group, GroupBatcher, Trajectory, oldest_version, staleness_of
+from farcast.trajectory import (
+    Group,
+    GroupBatcher,
+    RoutedExperts,
+    Trajectory,
+    oldest_version,
+    staleness_of,
+)
+from farcast.trajectory.header import MAX_POLICIES
 from trajectory_world import RUN, episode, group, ids, root_of, span
 
 
@@ -109,6 +118,64 @@ def test_a_group_that_contradicts_itself_is_invalid() -> None:
     held.add([*group("a")[:2], episode("a-x", group="a", size=5), group("a")[3]], now=0)
     assert held.take(1, version=0, now=0) == []
     assert held.drain_dropped() == {"invalid": ("a-0", "a-1", "a-x", "a-3")}
+
+
+def test_a_group_routed_by_models_of_different_shapes_is_invalid_and_ends_no_run() -> None:
+    def routed(layers: int, width: int = 1) -> RoutedExperts:
+        return RoutedExperts(layers=layers, top_k=2, width=width, ids=bytes(8 * layers * 2 * width))
+
+    shapes = {
+        "layers": (routed(3), routed(4)),
+        "width": (routed(3), routed(3, width=2)),
+        "same": (routed(3), routed(3)),
+        "none": (routed(3), None),
+    }
+    held = batcher()
+    for name, experts in shapes.items():
+        members = zip(group(name, 3), [*experts, experts[0]], strict=True)
+        held.add([replace(member, experts=e) for member, e in members], now=0)
+    saved = held.state(now=0)
+    assert held.drain_dropped() == {
+        "invalid": tuple(f"{name}-{i}" for name in ("layers", "width") for i in range(3))
+    }
+    restored = batcher()
+    restored.restore(saved, now=0)
+    assert taken(restored.take(2, version=0, now=0)) == [ids(group(n, 3)) for n in ("same", "none")]
+    assert restored.totals == {"invalid": 6, "partial": 0, "stale": 0}
+
+
+def test_a_group_of_very_many_versions_is_kept_in_several_batches() -> None:
+    many = MAX_POLICIES // 2 + 1
+    members = [
+        episode(
+            f"g-{i}",
+            group="g",
+            size=2,
+            prompt=0,
+            answer=many,
+            turns=(),
+            spans=tuple(span(at, at + 1, i * many + at) for at in range(many)),
+        )
+        for i in range(2)
+    ]
+    held, restored = batcher(), batcher()
+    held.add(members, now=0)
+    restored.restore(held.state(now=0), now=0)
+    assert restored.waiting == 2
+
+
+def test_a_group_that_no_checkpoint_can_hold_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A writer may have compressed it better than we do."""
+    held = batcher()
+    held.add([*group("large", 2, answer=3000), *group("small", 2)], now=0)
+    monkeypatch.setattr("farcast.trajectory.encoding.MAX_BATCH_BYTES", 4096)
+    saved = held.state(now=0)
+    restored = batcher()
+    restored.restore(saved, now=0)
+    assert restored.drain_dropped() == {"invalid": ("large-0", "large-1")}
+    assert taken(restored.take(1, version=0, now=0)) == [ids(group("small", 2))]
 
 
 def test_a_surplus_member_and_a_repeated_one() -> None:

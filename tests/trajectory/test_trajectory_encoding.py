@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from farcast.errors import FormatError, IntegrityError, LimitError, TrajectoryTooLargeError
 from farcast.trajectory import RoutedExperts, Trajectory, Turn, decode_batch, encode_batch
 from farcast.trajectory import encoding as enc
+from farcast.trajectory.header import MAX_POLICIES
 from trajectory_world import RUN, episode, group, span
 
 REFUSALS = (FormatError, LimitError, IntegrityError)
@@ -123,6 +124,23 @@ BROKEN: dict[str, dict[str, Any]] = {
     "nan reward": {"reward": float("nan")},
     "infinite part of the reward": {"rewards": {"a": float("inf")}},
     "text for a reward": {"reward": "1"},
+    "reward beyond any float": {"reward": 10**400},
+    "no reward": {"reward": None},
+    "rewards that are a list": {"rewards": [1.0]},
+    "part of the reward beyond any float": {"rewards": {"a": 10**400}},
+    "temperature beyond any float": {"temperature": 10**400},
+    "temperature as text": {"temperature": "1"},
+    "time as text": {"turns": (Turn(role="user", start=0, end=3, started="1"),)},  # type: ignore[arg-type]
+    "turn borders as text": {"turns": (Turn(role="user", start="0", end=3),)},  # type: ignore[arg-type]
+    "turns that are no turns": {"turns": ("user",)},
+    "no turns": {"turns": None},
+    "span borders as text": {"spans": (span("3", 8, 1),)},  # type: ignore[arg-type]
+    "spans that are a number": {"spans": 3},
+    "role that is a list": {"turns": (Turn(role=[], start=0, end=3),)},  # type: ignore[arg-type]
+    "token ids that are a number": {"token_ids": 8},
+    "token ids in rows": {"token_ids": ((1, 2),) * 8},
+    "ragged token ids": {"token_ids": (*ids_with, (1, 2))},
+    "log-probs that are none": {"logprobs": None},
     "temperature zero": {"temperature": 0.0},
     "id that climbs": {"id": "../x"},
     "empty group id": {"group_id": ""},
@@ -385,8 +403,13 @@ def test_what_needs_no_later_format_is_written_in_the_first() -> None:
         RoutedExperts(layers=0, top_k=2, width=1, ids=bytes(6)),
         RoutedExperts(layers=1 << 11, top_k=2, width=1, ids=bytes(1 << 12)),
         "no experts",
+        RoutedExperts(layers=1, top_k=1, width=1, ids="12345678"),  # type: ignore[arg-type]
+        RoutedExperts(layers=1, top_k=1, width=1, ids=None),  # type: ignore[arg-type]
+        RoutedExperts(layers="1", top_k=1, width=1, ids=bytes(8)),  # type: ignore[arg-type]
+        RoutedExperts(layers=1.5, top_k=1, width=1, ids=bytes(6)),  # type: ignore[arg-type]
+        RoutedExperts(layers=-1, top_k=-2, width=1, ids=bytes(8)),
     ],
-    ids=["none", "no whole row", "beyond the tokens", "width", "no layer", "layers", "a word"],
+    ids=lambda experts: repr(experts)[:60],
 )
 def test_broken_experts_cannot_be_written(experts: Any) -> None:
     with pytest.raises(FormatError):
@@ -397,6 +420,24 @@ def test_one_batch_has_one_shape_of_experts() -> None:
     batch = [episode("a", experts=routed(8)), episode("b", experts=routed(8, layers=4))]
     with pytest.raises(FormatError, match="submit them apart"):
         encode_batch(batch, run_id=RUN, sequence=0)
+
+
+def test_more_versions_than_one_header_names_are_written_as_several_batches() -> None:
+    half = MAX_POLICIES // 2 + 1
+    batch = [
+        episode(
+            name,
+            prompt=0,
+            answer=half,
+            turns=(),
+            spans=tuple(span(i, i + 1, first + i) for i in range(half)),
+        )
+        for name, first in (("a", 0), ("b", half))
+    ]
+    with pytest.raises(LimitError, match="several batches"):
+        encode_batch(batch, run_id=RUN, sequence=0)
+    payloads = enc.pack(batch, run_id=RUN)
+    assert [p.trajectories for p in payloads] == [(batch[0],), (batch[1],)]
 
 
 ROUTED, SHAPE = 20, 4

@@ -194,6 +194,17 @@ def test_case_085_large_submissions_are_split_and_a_single_giant_is_refused() ->
     assert receiver(store).consume(99) == [*many, episode("normal")]
 
 
+def test_more_trajectories_than_one_batch_counts_are_several_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("farcast.trajectory.header.MAX_BATCH_TRAJECTORIES", 16)
+    store = MemoryStore()
+    many = group("g", 70)
+    sender(store).submit_many(many)
+    assert len(objects(store)) == 8
+    assert receiver(store).consume(99) == many
+
+
 def test_case_081_backlog_is_bounded_by_number_and_by_bytes() -> None:
     store, clock = MemoryStore(), Clock()
     reader = receiver(store)

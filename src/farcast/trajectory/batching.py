@@ -4,9 +4,10 @@ store and no clock; `now` is passed in, in seconds of whatever clock the caller 
 Every trajectory that is added ends in exactly one place: in a group that `take` returned, in
 the dropped ones under one reason, or waiting. The rules, in the order they are applied:
 
-    invalid   the group contradicts itself (sizes differ, or more members than its size), a
-              member does not fit the model that is trained, or a span names a version that was
-              never published or has another root. Whole group.
+    invalid   the group contradicts itself (sizes differ, more members than its size, or experts
+              of models of different shapes), a member does not fit the model that is trained or
+              the checkpoint that holds what waits, or a span names a version that was never
+              published or has another root. Whole group.
     partial   a member was aborted, or a member did not come within `group_timeout`. Whole
               group, later members included: a baseline over the rest would be biased, since
               what is missing is mostly what was long.
@@ -23,8 +24,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from farcast.errors import FormatError
+from farcast.errors import FormatError, TrajectoryTooLargeError
 from farcast.trajectory.encoding import decode_batch, pack, seal
+from farcast.trajectory.header import expert_shapes
 from farcast.trajectory.wire import Trajectory
 from farcast.types import Name
 
@@ -76,6 +78,12 @@ class _Waiting:
     @property
     def whole(self) -> bool:
         return any(len(self.members) == m.group_size for m in self.members.values())
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the members can be of one group."""
+        members = self.members.values()
+        return len({m.group_size for m in members}) == 1 and len(expert_shapes(members)) <= 1
 
 
 class _GroupState(msgspec.Struct, forbid_unknown_fields=True):
@@ -156,8 +164,7 @@ class GroupBatcher:
                 self._repeated += 1
                 continue
             group.members[trajectory.id] = trajectory
-            sizes = {member.group_size for member in group.members.values()}
-            if len(sizes) > 1 or not self._fits(trajectory):
+            if not group.agrees or not self._fits(trajectory):
                 self._close(trajectory.group_id, "invalid")
             elif trajectory.finish_reason == "aborted":
                 self._close(trajectory.group_id, "partial")
@@ -191,11 +198,16 @@ class GroupBatcher:
         return drained
 
     def state(self, *, now: float) -> bytes:
-        """Everything held, trajectories included, for the checkpoint."""
-        groups = [
-            _GroupState(group_id, float(now - group.since), self._packed(group))
-            for group_id, group in self._waiting.items()
-        ]
+        """Everything held, trajectories included, for the checkpoint. A group that no batch can
+        hold is dropped as invalid: it would end the run now, and again after each resume."""
+        groups = []
+        for group_id, group in list(self._waiting.items()):
+            try:
+                packed = self._packed(group)
+            except (FormatError, TrajectoryTooLargeError):
+                self._close(group_id, "invalid")
+            else:
+                groups.append(_GroupState(group_id, float(now - group.since), packed))
         return msgspec.msgpack.encode(
             _State(
                 run_id=self._run_id,

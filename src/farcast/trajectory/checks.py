@@ -22,7 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farcast.errors import FormatError, LimitError
-from farcast.trajectory.wire import MAX_TOKENS, SAID_BY_MODEL, Trajectory
+from farcast.trajectory.wire import (
+    MAX_EXPERT_LAYERS,
+    MAX_EXPERTS_PER_TOKEN,
+    MAX_TOKENS,
+    SAID_BY_MODEL,
+    RoutedExperts,
+    Trajectory,
+)
 
 MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -44,6 +51,16 @@ def check_trajectory(trajectory: Trajectory, columns: Columns | None = None) -> 
     `columns` is for a reader that already holds them as arrays; otherwise they are made from
     the trajectory's tuples, log-probs rounded to the nearest float32.
     """
+    try:
+        return _checked(trajectory, columns)
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        # Nothing checks types when a trajectory is made: a value of another kind shows itself here.
+        raise _broken(
+            trajectory, f"has a field of the wrong kind ({str(error)[:200]}); correct it"
+        ) from error
+
+
+def _checked(trajectory: Trajectory, columns: Columns | None) -> Columns:
     tokens = len(trajectory.token_ids)
     if tokens > MAX_TOKENS:
         raise LimitError(f"The trajectory has {tokens} tokens, the bound is {MAX_TOKENS}.")
@@ -71,7 +88,8 @@ def _columns(t: Trajectory) -> Columns:
     except (TypeError, ValueError, OverflowError) as error:
         raise _broken(t, f"has columns that are no numbers ({error}); correct them") from error
     kinds = (ids.dtype.kind, logprobs.dtype.kind, mask.dtype.kind)
-    if kinds[0] not in "iu" or kinds[1] not in "fiu" or kinds[2] != "b":
+    flat = ids.ndim == logprobs.ndim == mask.ndim == 1
+    if not flat or kinds[0] not in "iu" or kinds[1] not in "fiu" or kinds[2] != "b":
         raise _broken(t, "has columns of the wrong type; give integers, floats and booleans")
     if int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID:
         raise _broken(t, f"has a token id outside [0, {MAX_TOKEN_ID}]; send ids as sampled")
@@ -107,11 +125,7 @@ def _ordered(borders: Iterable[tuple[int, int]], tokens: int, *, empty: bool) ->
 def _check_numbers(t: Trajectory) -> None:
     times = (time for turn in t.turns for time in (turn.started, turn.ended))
     numbers = (t.reward, *t.rewards.values(), t.temperature, t.top_p, *times)
-    try:
-        finite = all(math.isfinite(number) for number in numbers)
-    except TypeError as error:
-        raise _broken(t, f"has a reward or time that is no number ({error}); correct it") from error
-    if not finite or t.temperature <= 0 or t.top_p <= 0:
+    if not all(map(math.isfinite, numbers)) or t.temperature <= 0 or t.top_p <= 0:
         raise _broken(t, "has a reward, time or sampling setting that is not usable; correct it")
 
 
@@ -119,13 +133,18 @@ def _check_experts(t: Trajectory) -> None:
     experts = t.experts
     if experts is None:
         return
-    try:
-        whole = experts.width in (1, 2) and len(experts.ids) % experts.row_bytes == 0
-        fits = whole and 1 <= experts.tokens <= len(t.token_ids)
-    except (AttributeError, TypeError, ZeroDivisionError):
-        fits = False
-    if not fits:
+    known = isinstance(experts, RoutedExperts) and isinstance(experts.ids, bytes)
+    whole = known and _is_shape(experts) and len(experts.ids) % experts.row_bytes == 0
+    if not whole or not 1 <= experts.tokens <= len(t.token_ids):
         raise _broken(t, "has routed experts that do not fit its tokens; give [tokens, layers, k]")
+
+
+def _is_shape(experts: RoutedExperts) -> bool:
+    return (
+        experts.width in (1, 2)
+        and experts.layers in range(1, MAX_EXPERT_LAYERS + 1)
+        and experts.top_k in range(1, MAX_EXPERTS_PER_TOKEN + 1)
+    )
 
 
 def _broken(t: Trajectory, what: str) -> FormatError:

@@ -4,7 +4,7 @@ A field that was added after the first format stands at the end of its record an
 it says nothing; `Header.format` says which format a header needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -120,6 +120,10 @@ def describe(
     """The header's bytes, and the header as read back through its own types: what a reader would
     refuse, a writer cannot send."""
     policies: dict[Policy, int] = {}
+    if len(trajectories) > MAX_BATCH_TRAJECTORIES:
+        raise LimitError(
+            f"The batch holds over {MAX_BATCH_TRAJECTORIES} trajectories; write several batches."
+        )
     stored = [store(c) for c in columns]
     shape = _shape_of(trajectories)
     try:
@@ -131,6 +135,8 @@ def describe(
         raise FormatError(
             f"A trajectory holds a value of a kind that cannot be written ({error}); correct it."
         ) from error
+    if len(policies) > MAX_POLICIES:
+        raise LimitError(f"The batch names over {MAX_POLICIES} versions; write several batches.")
     if len(header) > MAX_HEADER_BYTES:
         raise LimitError(
             f"Turns, spans and metadata take over {MAX_HEADER_BYTES} bytes; write several batches."
@@ -182,12 +188,17 @@ def _without(fields: tuple[Any, ...], default: object) -> tuple[Any, ...]:
     return fields[:-1] if fields[-1] == default else fields
 
 
-def _shape_of(trajectories: Sequence[Trajectory]) -> ExpertShape | None:
-    shapes = {
+def expert_shapes(trajectories: Iterable[Trajectory]) -> set[ExpertShape]:
+    """The shapes of the models that routed these; one batch, and one group, has one at most."""
+    return {
         ExpertShape(t.experts.layers, t.experts.top_k, t.experts.width)
         for t in trajectories
         if t.experts is not None
     }
+
+
+def _shape_of(trajectories: Sequence[Trajectory]) -> ExpertShape | None:
+    shapes = expert_shapes(trajectories)
     if len(shapes) > 1:
         raise FormatError(
             "The trajectories were routed by models of different shapes; submit them apart."
