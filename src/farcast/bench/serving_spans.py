@@ -1,13 +1,10 @@
 """Versions go live one after another under load: was every answer written by what it says?
 
 vLLM's real server behind `farcast replica --engine vllm`. Clients ask without a break, on a route
-whose answers a commit may cross and on one where it may not. Afterwards every answer is computed
-again with `transformers` and the exact weights of the versions it names, rebuilt from the store:
-token by token, keys and values kept across a span's border as the engine keeps them. Answers are
-greedy, so each token must be the likeliest one, and have the log-prob that the engine gave.
-
-The control computes each answer under the version before instead: if that fitted too, the check
-would prove nothing.
+whose answers a commit may cross and on one where it may not. Every few versions none follows
+until some answers were given: those tell how far the engine is from an exact computation.
+Afterwards every answer is computed again with `transformers` and the exact weights of the versions
+it names, rebuilt from the store, and judged (`farcast.bench.serving_judge`).
 """
 
 import contextlib
@@ -19,16 +16,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import numpy as np
 
-from farcast.delta import TensorBits, from_bits, words_of
+from farcast.bench.serving_judge import Answer
+from farcast.bench.serving_recomputed import Say, SpanReport, Weights, judged
+from farcast.delta import TensorBits, words_of
 from farcast.engines.http_client import HttpClient
-from farcast.engines.modules import load_module
 from farcast.engines.vllm_process import ONE_THREAD, VllmProcess
 from farcast.errors import EngineError, ProcessFailedError
 from farcast.fleet.launcher import QUIET_CHILD
@@ -46,34 +44,9 @@ SHARE = 0.01
 """Of words, their highest mantissa bit flipped: more than bf16 rounds away, so that neighbouring
 versions write different texts."""
 
-TOLERANCE = 0.15
-"""Mean difference of an answer's log-probs, in natural logs, and how far its tokens are from the
-likeliest. Programs that round differently agree to less, neighbouring versions do not."""
-
-Say = Callable[[str], None]
-
-
-class Answer(NamedTuple):
-    """`versions` says which version wrote each token, as the answer itself told."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-
-
-class SpanReport(msgspec.Struct, frozen=True, kw_only=True):
-    versions_checked: int
-    answers: int
-    answers_crossed: int
-    span_mismatches: int
-    requests_lost: int
-    control_mismatches: int
-    """Of as many answers, computed under the version before the one they name."""
-    logprob_error_max: float
-    control_error_min: float
-    worst: list[tuple[float, float, tuple[int, ...]]]
-    """Of the three answers that fit worst: error, that of the control, version of each token."""
+ASKERS = 4
+QUIET_ROUNDS, QUIET_ANSWERS = 10, 8
+"""So often no version follows until as many more answers were given."""
 
 
 def check_spans(
@@ -85,13 +58,15 @@ def check_spans(
         run = _Run(scratch, model)
         with _serving(python, run, scratch, ports, say) as client:
             answers, lost = _under_load(run, client, versions, say)
-        return _computed_again(run, answers, lost, say)
+        weights = Weights(run.archive, run.folder)
+        return judged(weights.errors, answers, lost, say)
 
 
 class _Run:
     """Versions that are the base with some words changed, each in its own way."""
 
-    def __init__(self, scratch: Path, model: Path) -> None:
+    def __init__(self, scratch: Path, model: Path, share: float = SHARE) -> None:
+        self._share = share
         self.folder = scratch / "model"
         shutil.copytree(model, self.folder)
         layout = read_layout(self.folder)
@@ -107,7 +82,7 @@ class _Run:
         made = {}
         for name, tensor in self._base.items():
             words = words_of(tensor).copy()
-            places = rng.integers(0, words.size, max(1, int(words.size * SHARE)))
+            places = rng.integers(0, words.size, max(1, int(words.size * self._share)))
             words[np.unique(places)] ^= 1 << 6
             made[name] = TensorBits(tensor.dtype, tensor.shape, words.view(np.uint8))
         return self._publisher.publish(made, step=number).version
@@ -162,30 +137,67 @@ def _wait_for(
 # --- load -------------------------------------------------------------------------------------
 
 
-def _under_load(run: _Run, client: HttpClient, versions: int, say: Say) -> tuple[list[Answer], int]:
-    answers: list[Answer] = []
-    lost = [0]
-    over = threading.Event()
+class _Load:
+    """Clients that ask without a break until `over`. Published and asked from two sides, so that
+    an answer knows whether a version was on its way meanwhile."""
 
-    def ask(number: int) -> None:
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self._over = threading.Event()
+        self._live: int | None = 0
+        self.answers: list[Answer] = []
+        self.lost = 0
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(number,), daemon=True)
+            for number in range(ASKERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def go_to(self, publish: Callable[[], int]) -> None:
+        """Publish a version and wait until it is live."""
+        self._live = None
+        version = publish()
+        _wait_for(self._client, version)
+        self._live = version
+
+    def rest(self) -> None:
+        """Wait for answers that no version is near to."""
+        wanted = sum(answer.quiet for answer in self.answers) + QUIET_ANSWERS
+        until = time.monotonic() + 300
+        while sum(answer.quiet for answer in self.answers) < wanted and time.monotonic() < until:
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask_on(self, number: int) -> None:
         rng, path = np.random.default_rng(number), WHOLE if number == 0 else CROSSING
-        while not over.is_set():
+        while not self._over.is_set():
             prompt = tuple(int(token) for token in rng.integers(100, 20_000, 6))
+            live = self._live
             try:
-                answers.append(_ask(client, path, prompt))
+                answer = _ask(self._client, path, prompt)
             except EngineError:
-                lost[0] += 1
+                self.lost += 1
+                continue
+            # Versions only grow: one that is live before and after was so all the time.
+            quiet = live == self._live and set(answer.versions) == {live}
+            self.answers.append(answer._replace(quiet=quiet))
 
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(4)]
-    for thread in threads:
-        thread.start()
+
+def _under_load(run: _Run, client: HttpClient, versions: int, say: Say) -> tuple[list[Answer], int]:
+    load = _Load(client)
+    load.rest()
     for number in range(1, versions + 1):
         say(f"version {number} of {versions}")
-        _wait_for(client, run.publish(number))
-    over.set()
-    for thread in threads:
-        thread.join()
-    return answers, lost[0]
+        load.go_to(partial(run.publish, number))
+        if number % max(1, versions // QUIET_ROUNDS) == 0:
+            load.rest()
+    load.end()
+    return load.answers, load.lost
 
 
 def _ask(client: HttpClient, path: str, prompt: tuple[int, ...]) -> Answer:
@@ -206,86 +218,3 @@ def _ask(client: HttpClient, path: str, prompt: tuple[int, ...]) -> Answer:
     for span in said["spans"]:
         versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
     return Answer(prompt, tuple(tokens), tuple(logprobs), tuple(versions))
-
-
-# --- offline ----------------------------------------------------------------------------------
-
-
-class _Weights:
-    """One module that takes the weights of any version; the last few are kept."""
-
-    def __init__(self, run: _Run) -> None:
-        self._archive = run.archive
-        self.module = load_module(run.folder).eval()
-        self._held: dict[int, Mapping[str, Any]] = {}
-        self._live = -1
-
-    def use(self, version: int) -> None:
-        import torch
-
-        if version == self._live:
-            return
-        if version not in self._held:
-            bits, like = self._archive.rebuild(version), torch.empty(0)
-            self._held[version] = {name: from_bits(tensor, like) for name, tensor in bits.items()}
-            while len(self._held) > 3:
-                del self._held[next(iter(self._held))]
-        self.module.load_state_dict(self._held[version], strict=False)
-        self._live = version
-
-
-def _computed_again(run: _Run, answers: Sequence[Answer], lost: int, say: Say) -> SpanReport:
-    weights = _Weights(run)
-    errors, control = list[float](), list[float]()
-    ordered = sorted(answers, key=lambda answer: answer.versions)
-    for place, answer in enumerate(ordered):
-        if place % 20 == 0:
-            say(f"computing again: {place} of {len(ordered)}")
-        errors.append(_error(weights, answer, answer.versions))
-        before = [version - 1 if version else 1 for version in answer.versions]
-        control.append(_error(weights, answer, before))
-    return SpanReport(
-        versions_checked=len({version for answer in answers for version in answer.versions}),
-        answers=len(answers),
-        answers_crossed=sum(len(set(answer.versions)) > 1 for answer in answers),
-        span_mismatches=sum(error > TOLERANCE for error in errors),
-        requests_lost=lost,
-        control_mismatches=sum(error > TOLERANCE for error in control),
-        logprob_error_max=max(errors, default=0.0),
-        control_error_min=min(control, default=0.0),
-        worst=sorted(
-            (
-                (error, other, answer.versions)
-                for error, other, answer in zip(errors, control, ordered, strict=True)
-            ),
-            reverse=True,
-        )[:3],
-    )
-
-
-def _error(weights: _Weights, answer: Answer, versions: Sequence[int]) -> float:
-    """How far the answer is from what these versions write: its log-probs from theirs, its tokens
-    from the likeliest, whichever is more."""
-    import torch
-    from transformers import DynamicCache
-
-    cache, found, best = DynamicCache(), [], []
-    fed = [*answer.prompt, *answer.tokens[:-1]]
-    start = 0
-    while start < len(answer.tokens):
-        end = start + 1
-        while end < len(answer.tokens) and versions[end] == versions[start]:
-            end += 1
-        weights.use(versions[start])
-        first = 0 if start == 0 else len(answer.prompt) + start - 1
-        piece = torch.tensor([fed[first : len(answer.prompt) + end - 1]])
-        with torch.no_grad():
-            logits = weights.module(input_ids=piece, cache=cache, use_cache=True).logits
-        rows = torch.log_softmax(logits[0, -(end - start) :].float(), dim=-1)
-        chosen = torch.tensor(answer.tokens[start:end])
-        found += rows.gather(1, chosen[:, None])[:, 0].tolist()
-        best += rows.max(dim=-1).values.tolist()
-        start = end
-    differ = np.abs(np.array(found) - np.array(answer.logprobs)).mean()
-    behind = (np.array(best) - np.array(found)).mean()
-    return float(max(differ, behind))
