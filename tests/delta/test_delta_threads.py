@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from forging import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farcast.delta import Patch, TensorBits, apply, crew, encode, encode_bits, to_bits
-from farcast.errors import FormatError, IntegrityError
+from farcast.delta import Patch, TensorBits, apply, crew, encode, encode_bits, squash, to_bits
+from farcast.errors import ConfigError, FormatError, IntegrityError
 
 
 def versions(seed: int, sizes: list[int], share: float) -> list[dict[str, TensorBits]]:
@@ -122,3 +123,24 @@ def test_large_tensors_are_everybodys_and_small_ones_come_together() -> None:
     assert crew.shares(sizes, 2) == (["large"], [["middle"], ["b", "a"]])
     assert crew.shares(sizes, 1) == ([], [["large"], ["middle"], ["b", "a"]])
     assert crew.shares({}, 2) == ([], [])
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "a", None, 257, 10**30])
+def test_a_number_of_threads_that_none_can_be_is_one_sentence(threads: Any) -> None:
+    base, target = versions(5, [40], 0.5)
+    data = encode(base, target)
+    buffers = {name: bits.data.copy() for name, bits in base.items()}
+    calls: list[Callable[[], object]] = [
+        lambda: encode(base, target, threads=threads),
+        lambda: encode_bits({}, target, threads=threads),
+        lambda: apply(base, data, threads=threads),
+        lambda: squash([data], threads=threads),
+        lambda: squash([data], base, threads=threads),
+        lambda: Patch.open(data, threads=threads),
+        lambda: Patch.open(data).apply_all(buffers, threads=threads),
+        lambda: Patch.open(data).change("w0", buffers["w0"], threads=threads),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="from 1 to 256"):
+            call()
+    assert all(np.array_equal(buffers[name], bits.data) for name, bits in base.items())

@@ -11,9 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Self, TypeVar
 
 from farcast.delta.bits import AnyBits, TensorBits
+from farcast.errors import ConfigError
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+
+MAX_THREADS = 256
+"""More than any machine has use for; BLAKE3 would start every one."""
 
 AHEAD = 1
 """Tasks a thread that may wait for their turn."""
@@ -42,9 +46,19 @@ def shares(sizes: Mapping[str, int], threads: int) -> tuple[list[str], list[list
     return large, batches
 
 
+def checked_threads(threads: int) -> int:
+    """What a caller asked for, if that many threads can be had."""
+    if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise ConfigError(
+            f"threads is {str(threads)[:40]}; it is a whole number from 1 to {MAX_THREADS}."
+        )
+    return threads
+
+
 def threads_for(tensors: Iterable[AnyBits], threads: int) -> int:
     """One where some lie on a device, which is parallel by itself, and whose context is that of
     the caller's thread."""
+    threads = checked_threads(threads)
     return threads if all(isinstance(bits, TensorBits) for bits in tensors) else 1
 
 
@@ -55,7 +69,7 @@ class Crew:
     """
 
     def __init__(self, threads: int) -> None:
-        self.threads = max(1, threads)
+        self.threads = checked_threads(threads)
         self._pool = _pool(threads) if threads > 1 else None
         self._running: set[Future[Any]] = set()
 

@@ -26,7 +26,7 @@ from farcast.delta.blocks import Changes, Layout, Places, split
 from farcast.delta.coding import decode_sparse
 from farcast.delta.conditioned import CODES, Parameters, field_of
 from farcast.delta.container import read_container
-from farcast.delta.crew import Crew, shares, threads_for
+from farcast.delta.crew import Crew, checked_threads, shares, threads_for
 from farcast.delta.identity import tensor_digest
 from farcast.delta.writing import EncodedDelta, write_delta
 from farcast.errors import FormatError, IntegrityError, LimitError
@@ -77,7 +77,7 @@ class Patch:
     """A validated delta. Reading a tensor costs only that tensor."""
 
     def __init__(self, data: bytes | memoryview, *, threads: int = 1) -> None:
-        header, digests, spans = read_container(data, threads=threads)
+        header, digests, spans = read_container(data, threads=checked_threads(threads))
         self._data: Bytes = np.frombuffer(data, np.uint8)
         self._tables = [Parameters.unpack(table) for table in header.tables]
         self._rows = {row.name: row for row in header.rows}
@@ -136,7 +136,7 @@ class Patch:
 
     def change(self, name: str, buffer: Bytes, *, verify: bool = True, threads: int = 1) -> Applied:
         """`apply_into`, and the way back: `undo()` gives the buffer its old bits again."""
-        entry = self._entry(name)
+        threads, entry = checked_threads(threads), self._entry(name)
         if buffer.size != nbytes_of(entry.dtype, entry.shape):
             raise FormatError(f"The buffer for {name[:80]!r} has a wrong size.")
         applied = self._applied(name, entry, buffer, threads)
