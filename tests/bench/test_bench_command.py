@@ -1,14 +1,28 @@
 """`farcast bench`: from a run's store to a table, a file and a picture."""
 
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from recordings import publish_run
+from rich.console import Console
 
+from farcast.bench.data import BASE, DELTAS, HOPS, HopRecord, Recording
+from farcast.bench.measure import Row
+from farcast.bench.record import _write_base
+from farcast.bench.report import NO_BF16, WIDE, table_of
+from farcast.bench.synthetic import synthetic
 from farcast.cli.main import main
+from farcast.delta import TensorBits, entry_of
+from farcast.errors import ConfigError
 from farcast.store import open_store
+from farcast.store.rebuilding import Weights
+from farcast.types import VersionRef
 
 FIELDS = {
     "coding",
@@ -101,3 +115,59 @@ def test_a_folder_without_a_recording_is_one_sentence(farcast: Farcast, tmp_path
     assert status == 2
     assert err.startswith("farcast: ")
     assert "bench record" in err
+
+
+def fp16_recording(folder: Path) -> Path:
+    """Two versions of one half-precision tensor."""
+    folder.mkdir()
+    random = np.random.default_rng(5)
+    old = random.normal(0, 0.02, (96, 192)).astype("<f2").view("<u2").reshape(-1)
+    places = np.flatnonzero(random.random(old.size) < 0.01).astype(np.uint32)
+    bits = TensorBits("F16", (96, 192), old.view(np.uint8))
+    weights = Weights(
+        ref=VersionRef("halves", 0, "0" * 64), bits={"w": bits}, entries={"w": entry_of(bits)}
+    )
+    _write_base(folder / BASE, weights)
+    arrays = {"halves/0-1/w/positions": places, "halves/0-1/w/values": old[places] + np.uint16(1)}
+    np.savez(folder / DELTAS, **arrays)
+    hop = HopRecord(run="halves", base=0, target=1, changed=places.size, elements=old.size)
+    (folder / HOPS).write_bytes(msgspec.json.encode([hop]))
+    return folder
+
+
+def test_weights_without_bf16_are_measured_and_what_is_left_out_is_one_sentence(
+    farcast: Farcast, tmp_path: Path
+) -> None:
+    folder = fp16_recording(tmp_path / "recording")
+    result = tmp_path / "codec.json"
+    told = farcast("bench", "codec", "--data", str(folder), "--quick", "--json", str(result))
+    assert told[0] == 0
+    assert NO_BF16 in " ".join(told[1].split())
+    rows = json.loads(result.read_bytes())["rows"]
+    assert {row["data"] for row in rows} >= {"halves", "anchor", "halves as fp8-e4m3"}
+    assert "synthetic" not in {row["data"] for row in rows}
+    with pytest.raises(ConfigError, match="BF16"):
+        synthetic(Recording(folder).base(), 0.01)
+
+
+def test_a_recording_without_a_hop_is_one_sentence(farcast: Farcast, recording: Path) -> None:
+    (recording / HOPS).write_text("[]")
+    status, _, err = farcast("bench", "codec", "--data", str(recording))
+    assert status == 2
+    assert "no change" in err
+    assert "bench record" in " ".join(err.split())
+
+
+def test_the_wide_table_shows_what_a_copy_gains_beside_what_farcast_gains(
+    farcast: Farcast, recording: Path, tmp_path: Path
+) -> None:
+    result = tmp_path / "codec.json"
+    farcast("bench", "codec", "--data", str(recording), "--quick", "--json", str(result))
+    held = json.loads(result.read_bytes())["rows"]
+    row = next(row for row in held if row["coding"] == "farcast" and row["encode_two_cores"])
+    console = Console(file=io.StringIO(), width=WIDE)
+    console.print(table_of([msgspec.convert(row, Row)], wide=True))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert re.search("2 cores +copy", " ".join(lines))
+    gains = (row["encode_two_cores"], row["decode_two_cores"], row["copy_two_cores"])
+    assert re.search(r"{:.2f}x / {:.2f}x +{:.2f}x".format(*gains), " ".join(lines))

@@ -83,6 +83,11 @@ class Recording:
             self.hops = msgspec.json.decode((folder / HOPS).read_bytes(), type=list[HopRecord])
         except msgspec.DecodeError as error:
             raise FormatError(f"{folder / HOPS} is malformed ({error}); record again.") from error
+        if not self.hops:
+            raise ConfigError(
+                f"{folder} holds no change between versions; name a folder that "
+                "`farcast bench record` wrote."
+            )
 
     @property
     def runs(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Rows as tables for a person."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console, Group
@@ -16,8 +16,18 @@ from farcast.bench.suite import Machine
 WIDE = 112
 """Columns of a terminal that also show two cores and scratch memory."""
 
+NO_BF16 = (
+    "The recording holds no BF16 weights, which changes of a chosen density are made of: "
+    "those were left out."
+)
+
 _HEADINGS = ("coding", "bits", "/bound", "factor", "encode", "/copy", "decode", "/copy")
-_WIDE_HEADINGS = ("2 cores", "scratch MiB")
+_WIDE_HEADINGS = ("2 cores", "copy", "scratch MiB")
+
+_WIDE_NOTE = (
+    " Pairs: encode / decode. 2 cores: speed over that of one; copy: what the memcpy gains from "
+    "two, the limit where memory is."
+)
 
 
 def show(
@@ -102,7 +112,10 @@ def _cells(row: Row) -> list[str]:
 
 def _wide_cells(row: Row) -> list[str]:
     mib = [n / (1 << 20) for n in (row.encode_scratch_bytes, row.decode_scratch_bytes)]
-    return [_pair(row.encode_two_cores, row.decode_two_cores), f"{mib[0]:.1f} / {mib[1]:.1f}"]
+    copy = "" if row.copy_two_cores is None else f"{row.copy_two_cores:.2f}x"
+    return [
+        _pair(row.encode_two_cores, row.decode_two_cores), copy, f"{mib[0]:.1f} / {mib[1]:.1f}",
+    ]  # fmt: skip
 
 
 def _pair(encode: float | None, decode: float | None) -> str:
@@ -114,12 +127,12 @@ def _short(name: str) -> str:
     return name.partition(" (")[0]
 
 
-def _notes(rows: Iterable[Row], machine: Machine, *, wide: bool) -> Text:
+def _notes(rows: Sequence[Row], machine: Machine, *, wide: bool) -> Text:
     text = Text(style="dim")
     text.append(
         "bits: a changed element. /bound: of positions given the old exponent or code. encode, "
         "decode: GB/s of the whole served version, one core. /copy: of a memcpy of the same bytes "
-        f"in the same minute.{' Pairs: encode / decode.' if wide else ''} Every decoding was "
+        f"in the same minute.{_WIDE_NOTE if wide else ''} Every decoding was "
         "compared with its target, bit for bit.\n"
         "Only farcast's bytes hold names, shapes and digests. 'Digests apart': those of the "
         "tensors at hand, as the others make none. *: threads of its own.\n"
@@ -128,6 +141,8 @@ def _notes(rows: Iterable[Row], machine: Machine, *, wide: bool) -> Text:
     text.append(
         "Written anew from published descriptions, or a package: " + "; ".join(used) + ".\n"
     )
+    if all(row.data != "synthetic" for row in rows):
+        text.append(NO_BF16 + "\n")
     text.append(f"{machine.processor}, {machine.cores} cores, load {machine.load:.1f}.")
     if machine.is_busy:
         text.append(

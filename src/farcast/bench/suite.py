@@ -20,7 +20,7 @@ from farcast.bench.measure import FIELDS, Effort, Row, measure
 from farcast.bench.on_device import DeviceReport, measure_device
 from farcast.bench.peers import peers
 from farcast.bench.squashing import SquashRow
-from farcast.bench.synthetic import synthetic
+from farcast.bench.synthetic import has_bf16, synthetic
 
 DENSITIES = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0)
 QUICK_DENSITIES = (1e-5, 1e-3, 0.1)
@@ -136,7 +136,8 @@ def _cases(recording: Recording, quick: bool) -> Iterator[Case]:
     yield from _recorded(recording, quick)
     yield Case("anchor", lambda: _anchor(recording))
     yield from _derived(recording, quick)
-    for density in QUICK_DENSITIES if quick else DENSITIES:
+    densities = QUICK_DENSITIES if quick else DENSITIES
+    for density in densities if has_bf16(recording.base()) else ():
         yield Case(
             f"synthetic {100 * density:g} %",
             lambda density=density: synthetic(recording.base(), density),  # type: ignore[misc]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from farcast.bench.data import Change
 from farcast.bench.derived import Floats, floats_of, to_bf16
 from farcast.delta import TensorBits, words_of
+from farcast.errors import ConfigError
 
 SAMPLE = 1 << 21
 """Words the step's size is searched on. Below a density of 1e-5 they hold too few changes."""
@@ -38,8 +39,15 @@ class _Masters(NamedTuple):
         return to_bf16(self.masters + self.steps * np.float32(step))
 
 
+def has_bf16(base: Mapping[str, TensorBits]) -> bool:
+    """Whether there is a word that `synthetic` could change."""
+    return any(bits.dtype == "BF16" and bits.nbytes for bits in base.values())
+
+
 def synthetic(base: Mapping[str, TensorBits], density: float, *, seed: int = 1) -> Change:
     """A change of `density` (0 .. 1) of the bf16 words of `base`; other tensors stay."""
+    if not has_bf16(base):
+        raise ConfigError("Changes are made of BF16 weights, and there are none; use others.")
     step = _step_for(base, min(density, MOST), seed)
     target = {
         name: bits if bits.dtype != "BF16" else _moved(name, bits, step, seed, density >= 1)
