@@ -2,13 +2,14 @@
 log-probs, the versions that wrote them, the experts they were routed to.
 
 Refuses, with a reason (`NotRecordedError`): what has no token ids or log-probs, greedy sampling,
-several choices, and tokens of which nobody can say which version wrote them.
+several choices, tokens of which nobody can say which version wrote them, and whatever no reader of
+trajectories would take: an engine is believed only as far as its answer can be checked.
 """
 
 import base64
 import io
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,10 +18,16 @@ from numpy.typing import NDArray
 from farcast.engines.base import Completion, FinishReason
 from farcast.errors import TrajectoryError
 from farcast.trajectory import Role
+from farcast.trajectory.checks import LOGPROB_SLACK, MAX_TOKEN_ID
 from farcast.trajectory.wire import MAX_EXPERT_LAYERS, MAX_EXPERTS_PER_TOKEN
-from farcast.types import PolicySpan
+from farcast.types import MAX_VERSION, Digest, PolicySpan
 
 ASKED_FOR: Mapping[str, Any] = {"return_token_ids": True}
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_Logprob = Annotated[float, msgspec.Meta(ge=-3.4e38, le=LOGPROB_SLACK)]
+"""Finite as float32, which is how it travels."""
+_Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
 class NotRecordedError(TrajectoryError):
@@ -37,15 +44,15 @@ class Said(NamedTuple):
 
 
 class _At(msgspec.Struct):
-    version: int
-    root: str
+    version: _Version
+    root: Digest
 
 
 class _Span(msgspec.Struct):
     start: int
     end: int
-    version: int
-    root: str
+    version: _Version
+    root: Digest
     choice: int = 0
 
 
@@ -55,12 +62,12 @@ class _Provenance(msgspec.Struct):
 
 
 class _Token(msgspec.Struct):
-    logprob: float
+    logprob: _Logprob
 
 
 class _Logprobs(msgspec.Struct):
     content: list[_Token] | None = None
-    token_logprobs: list[float | None] | None = None
+    token_logprobs: list[_Logprob | None] | None = None
 
 
 class _Message(msgspec.Struct):
@@ -69,8 +76,8 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[_TokenId] | None = None
     logprobs: _Logprobs | None = None
     message: _Message | None = None
     routed_experts: str | None = None
@@ -78,7 +85,7 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[_TokenId] | None = None
     farcast: _Provenance | None = None
 
 
@@ -90,10 +97,11 @@ def asking_for_tokens(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
 
 def sampling_of(request: Mapping[str, Any]) -> tuple[float, float, int]:
     """temperature, top_p and top_k (0: all)."""
+    asked = {name: value for name, value in request.items() if value is not None}
     try:
-        temperature = float(request.get("temperature", 1.0))
-        top_p, top_k = float(request.get("top_p", 1.0)), max(int(request.get("top_k", 0)), 0)
-    except (TypeError, ValueError):
+        temperature, top_p = (float(asked.get(name, 1.0)) for name in ("temperature", "top_p"))
+        top_k = max(int(asked.get("top_k", 0)), 0)
+    except (TypeError, ValueError, OverflowError):
         raise NotRecordedError("The request's sampling settings are no numbers.") from None
     if not 0 < temperature < 1e6 or not 0 < top_p <= 1 or top_k > 1 << 31:
         raise NotRecordedError("Greedy or unusual sampling has no log-probs to learn from.")
@@ -104,7 +112,7 @@ def read_answer(answer: bytes) -> Said:
     """Out of an answer's JSON."""
     try:
         read = msgspec.json.decode(answer, type=_Answer)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise NotRecordedError(f"The answer is not understood ({error}).") from error
     if len(read.choices) != 1:
         raise NotRecordedError("An answer with one choice can be recorded; ask for n=1.")
@@ -133,7 +141,7 @@ def _experts(encoded: str, tokens: int) -> NDArray[Any] | None:
     try:
         data = base64.b64decode(encoded, validate=True)
         array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, OSError, MemoryError, SyntaxError):
+    except Exception:  # noqa: BLE001 - numpy reads the header as Python, and raises what that does
         return None
     if array.ndim != 3 or array.dtype.kind not in "iu" or not 0 < len(array) <= tokens:
         return None
@@ -165,8 +173,12 @@ def _spans(said: _Provenance | None, tokens: int) -> tuple[PolicySpan, ...]:
         for s in said.spans
         if s.choice == 0 and s.start < tokens
     )
-    if not spans or spans[0].start or spans[-1].end != tokens:
-        raise NotRecordedError("The spans of the answer do not cover its tokens.")
+    ends = [0, *(span.end for span in spans)]
+    starts = [*(span.start for span in spans), tokens]
+    if starts != ends or any(span.start >= span.end for span in spans):
+        raise NotRecordedError(
+            "The spans of the answer do not cover its tokens, each once and in order."
+        )
     return spans
 
 
