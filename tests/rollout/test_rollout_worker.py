@@ -250,7 +250,7 @@ def test_an_engine_that_fails_during_an_outage_does_not_hang_the_worker() -> Non
 
 
 def test_a_group_that_is_too_large_is_given_up_and_counted() -> None:
-    world = World(rounds=1, max_batch_bytes=100)
+    world = World(rounds=1, max_batch_bytes=100, max_trajectory_bytes=100)
     assert world.run().refused == 2
     assert world.arrived() == []
 

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from farcast.errors import FormatError, IntegrityError, LimitError, TrajectoryTooLargeError
-from farcast.trajectory import RoutedExperts, Trajectory, Turn, decode_batch, encode_batch
+from farcast.trajectory import (
+    RoutedExperts,
+    Trajectory,
+    Turn,
+    check_trajectory,
+    decode_batch,
+    encode_batch,
+)
 from farcast.trajectory import encoding as enc
 from farcast.trajectory.header import MAX_POLICIES
 from trajectory_world import RUN, episode, group, span
@@ -308,7 +315,12 @@ def test_large_batches_are_split_and_rejoin_exactly() -> None:
 def test_one_trajectory_over_the_limit_is_named() -> None:
     large = episode("large", answer=60_000)
     with pytest.raises(TrajectoryTooLargeError, match="Trajectory large takes"):
-        enc.pack([episode("small"), large], run_id=RUN, max_bytes=64 << 10)
+        enc.pack(
+            [episode("small"), large],
+            run_id=RUN,
+            max_bytes=64 << 10,
+            max_trajectory_bytes=64 << 10,
+        )
 
 
 def test_the_longest_trajectory_fits_and_a_longer_one_does_not() -> None:
@@ -416,9 +428,35 @@ def test_broken_experts_cannot_be_written(experts: Any) -> None:
         encode_batch([episode(experts=experts)], run_id=RUN, sequence=0)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "experts",
+        None,
+        [[["a"]]],
+        np.zeros((2, 3), "u1"),
+        np.zeros((2, 3, 1)),
+        np.zeros((2, 3, 1), "i8"),
+        np.zeros((2, 0, 1), "u1"),
+        np.zeros((2, 1, 1 << 9), "u1"),
+    ],
+)
+def test_experts_of_another_kind_are_one_typed_error(given: Any) -> None:
+    with pytest.raises(FormatError, match="experts"):
+        RoutedExperts.of(given)
+
+
+@pytest.mark.parametrize("name", ["reward", "temperature", "top_p"])
+def test_numbers_of_400_digits_are_one_typed_error(name: str) -> None:
+    with pytest.raises(FormatError):
+        check_trajectory(episode(**{name: 10**400}))
+    with pytest.raises(FormatError):
+        check_trajectory(episode(rewards={"part": 10**400}))
+
+
 def test_one_batch_has_one_shape_of_experts() -> None:
     batch = [episode("a", experts=routed(8)), episode("b", experts=routed(8, layers=4))]
-    with pytest.raises(FormatError, match="submit them apart"):
+    with pytest.raises(FormatError, match="several batches"):
         encode_batch(batch, run_id=RUN, sequence=0)
 
 

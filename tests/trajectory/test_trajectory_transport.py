@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from farcast.config import LinkConfig
 from farcast.errors import (
@@ -29,8 +30,15 @@ from farcast.store import LinkedStore, open_store
 from farcast.store.counting import CountingStore
 from farcast.store.memory import MemoryStore
 from farcast.store.testing import Fail, FaultStore, FlipBit, LoseReply, Rule
-from farcast.trajectory import Trajectory, TrajectoryReceiver, TrajectorySender, encode_batch
+from farcast.trajectory import (
+    RoutedExperts,
+    Trajectory,
+    TrajectoryReceiver,
+    TrajectorySender,
+    encode_batch,
+)
 from farcast.trajectory.keys import TRAJECTORIES_PREFIX, WORKERS_PREFIX, batch_key
+from farcast.trajectory.sender import RECALLED_BATCHES
 from trajectory_world import RUN, episode, group, ids
 
 
@@ -183,7 +191,9 @@ def test_a_refusal_without_an_object_is_not_final() -> None:
 
 def test_case_085_large_submissions_are_split_and_a_single_giant_is_refused() -> None:
     store = MemoryStore()
-    one = sender(store, max_batch_bytes=64 << 10)
+    one = sender(store, max_batch_bytes=64 << 10, max_trajectory_bytes=64 << 10)
+    with pytest.raises(TrajectoryTooLargeError):
+        one.check([episode("small"), episode("giant", answer=60_000)])
     with pytest.raises(TrajectoryTooLargeError):
         one.submit_many([episode("small"), episode("giant", answer=60_000)])
     assert objects(store) == []
@@ -192,6 +202,44 @@ def test_case_085_large_submissions_are_split_and_a_single_giant_is_refused() ->
     one.submit(episode("normal"))
     assert all(info.size <= 64 << 10 for info in store.list(TRAJECTORIES_PREFIX))
     assert receiver(store).consume(99) == [*many, episode("normal")]
+
+
+def test_a_trajectory_beyond_a_batch_goes_alone() -> None:
+    store = MemoryStore()
+    one = sender(store, max_batch_bytes=64 << 10)
+    giant = episode("giant", answer=60_000)
+    one.submit_many([episode("a"), giant, episode("b")])
+    assert everything(store) == ["a", "giant", "b"]
+    sizes = [info.size > 64 << 10 for info in store.list(TRAJECTORIES_PREFIX)]
+    assert sizes.count(True) == 1
+
+
+def test_what_models_of_different_shapes_routed_goes_in_batches_of_their_own() -> None:
+    store = MemoryStore()
+    several = [
+        replace(episode(f"t{i}"), experts=RoutedExperts(layers=1 + i // 2, top_k=1, width=1, ids=b))
+        for i, b in enumerate((b"a", b"b", b"cc", b"dd"))
+    ]
+    sender(store).submit_many(several)
+    assert receiver(store).consume(9) == several
+    assert len(objects(store)) == 2
+
+
+def test_who_was_cut_off_finds_what_went_home_however_long_ago() -> None:
+    """More batches than a start recalls lie between, written by others of the same name."""
+    store = MemoryStore()
+    first = sender(store)
+    first.submit(episode("before"))
+    since = first.next_sequence
+    first.submit_many([episode("a"), episode("b")])
+    other = sender(store)
+    for number in range(RECALLED_BATCHES + 4):
+        other.submit(episode(f"other{number}"))
+    again = sender(store)
+    again.submit_many([episode("a"), episode("b"), episode("new")], since=since)
+    found = everything(store)
+    assert sorted(found) == sorted(set(found))
+    assert {"a", "b", "new"} <= set(found)
 
 
 def test_more_trajectories_than_one_batch_counts_are_several_batches(

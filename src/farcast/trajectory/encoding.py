@@ -123,17 +123,23 @@ def seal(payload: Payload, sequence: int) -> bytes:
 
 
 def pack(
-    trajectories: Sequence[Trajectory], *, run_id: str, max_bytes: int = MAX_BATCH_BYTES
+    trajectories: Sequence[Trajectory],
+    *,
+    run_id: str,
+    max_bytes: int = MAX_BATCH_BYTES,
+    max_trajectory_bytes: int = MAX_BATCH_BYTES,
 ) -> list[Payload]:
-    """Compress into as few payloads as keep each object within `max_bytes`, order kept.
+    """Compress into as few payloads as keep each object within `max_bytes`, order kept; one
+    trajectory that is larger alone may take `max_trajectory_bytes`.
 
-    Raises `TrajectoryTooLargeError`, having done nothing, when one trajectory alone is larger.
+    Raises `TrajectoryTooLargeError`, having done nothing, when one is larger still.
     """
+    bound = min(max_trajectory_bytes if len(trajectories) == 1 else max_bytes, MAX_BATCH_BYTES)
     try:
         payload = compress(trajectories, run_id=run_id)
-        if payload.size <= min(max_bytes, MAX_BATCH_BYTES):
+        if payload.size <= bound:
             return [payload]
-        reason = f"takes {payload.size} bytes of the {max_bytes} that one object may have"
+        reason = f"takes {payload.size} bytes of the {bound} that one object may have"
     except LimitError as error:
         reason = f"is beyond what one object may hold ({error})"
     if len(trajectories) == 1:
@@ -144,7 +150,9 @@ def pack(
     return [
         payload
         for half in (trajectories[:middle], trajectories[middle:])
-        for payload in pack(half, run_id=run_id, max_bytes=max_bytes)
+        for payload in pack(
+            half, run_id=run_id, max_bytes=max_bytes, max_trajectory_bytes=max_trajectory_bytes
+        )
     ]
 
 

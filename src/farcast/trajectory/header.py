@@ -200,8 +200,8 @@ def expert_shapes(trajectories: Iterable[Trajectory]) -> set[ExpertShape]:
 def _shape_of(trajectories: Sequence[Trajectory]) -> ExpertShape | None:
     shapes = expert_shapes(trajectories)
     if len(shapes) > 1:
-        raise FormatError(
-            "The trajectories were routed by models of different shapes; submit them apart."
+        raise LimitError(
+            "The trajectories were routed by models of different shapes; write several batches."
         )
     return next(iter(shapes), None)
 

@@ -77,6 +77,9 @@ class _Unread(NamedTuple):
 class TrajectorySender:
     """Submits one worker's trajectories. Safe to use from several threads.
 
+    Batches are kept within `max_batch_bytes`; one trajectory that is larger goes alone, within
+    `max_trajectory_bytes`.
+
     `position_of_reader` returns the next sequence number of this worker that the trainer will
     read (None while it is not known), and is asked before every write; with it, at most
     `max_backlog_groups` groups and `max_backlog_bytes` stay unread. A full backlog raises
@@ -93,6 +96,7 @@ class TrajectorySender:
         worker_id: str,
         *,
         max_batch_bytes: int = DEFAULT_BATCH_BYTES,
+        max_trajectory_bytes: int = MAX_BATCH_BYTES,
         max_backlog_groups: int | None = None,
         max_backlog_bytes: int | None = None,
         position_of_reader: Callable[[], int | None] | None = None,
@@ -105,7 +109,8 @@ class TrajectorySender:
         self._store = store
         self._run_id = checked_name("run", run_id)
         self._worker_id = checked_name("worker", worker_id)
-        self._max_batch_bytes = min(max_batch_bytes, MAX_BATCH_BYTES)
+        self._max_batch_bytes = max_batch_bytes
+        self._max_trajectory_bytes = max_trajectory_bytes
         self._max_backlog_groups = max_backlog_groups
         self._max_backlog_bytes = max_backlog_bytes
         self._position_of_reader = position_of_reader
@@ -136,15 +141,30 @@ class TrajectorySender:
         """Durable on return; a second call with the same id does nothing."""
         self.submit_many((trajectory,))
 
-    def submit_many(self, trajectories: Iterable[Trajectory]) -> None:
+    def check(self, trajectories: Iterable[Trajectory]) -> None:
+        """Raise what `submit_many` raises of the trajectories themselves, and write nothing: who
+        promises to send them asks first."""
+        given = tuple(trajectories)
+        self._check_worker(given)
+        if given:
+            self._pack(given)
+
+    def submit_many(self, trajectories: Iterable[Trajectory], *, since: int | None = None) -> None:
         """Submit several, in as few batches as the limit allows, each wholly or not at all.
 
         Raises `TrajectoryTooLargeError` or `FormatError` before anything is written. After
         any other error some batches may be durable; call again with the same trajectories.
+
+        `since` is for who was cut off before it knew how an earlier submission ended: what
+        `next_sequence` said before that. Batches from there on are read, and what they hold is
+        not written again, however long ago that was.
         """
         with self._writing:
             outage = self._come_online()
             fresh = self._unknown(trajectories)
+            if since is not None and fresh and outage is None:
+                there = self._found_since(since, {t.id for t in fresh})
+                fresh = [t for t in fresh if t.id not in there]
             payloads = self._pack(fresh) if fresh else []
             try:
                 while payloads:
@@ -154,7 +174,7 @@ class TrajectorySender:
                     self._write(payloads[0])
                     del payloads[0]
             except StoreUnavailableError:
-                if not all(map(self._spooled, payloads)):
+                if since is not None or not all(map(self._spooled, payloads)):
                     raise
 
     def flush(self) -> None:
@@ -207,17 +227,32 @@ class TrajectorySender:
         return self._position
 
     def _unknown(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+        given = tuple(trajectories)
+        self._check_worker(given)
         fresh: dict[str, Trajectory] = {}
+        for trajectory in given:
+            spooled = self._spool is not None and trajectory.id in self._spool
+            if trajectory.id not in self._known and not spooled:
+                fresh.setdefault(trajectory.id, trajectory)
+        return list(fresh.values())
+
+    def _check_worker(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
             if trajectory.worker_id != self._worker_id:
                 raise FormatError(
                     f"Trajectory {str(trajectory.id)[:130]} says it is of another worker than "
                     f"{self._worker_id}; submit it through that worker's sender."
                 )
-            spooled = self._spool is not None and trajectory.id in self._spool
-            if trajectory.id not in self._known and not spooled:
-                fresh.setdefault(trajectory.id, trajectory)
-        return list(fresh.values())
+
+    def _found_since(self, since: int, wanted: set[str]) -> set[str]:
+        """Those of `wanted` that batches from number `since` on hold."""
+        found: set[str] = set()
+        before = batch_key(self._worker_id, since - 1) if since else None
+        for info in self._store.list(batches_prefix(self._worker_id), start_after=before):
+            sequence = sequence_of(self._worker_id, info.key)
+            if sequence is not None and found != wanted:
+                found |= wanted & {t.id for t in self._recalled(sequence)}
+        return found
 
     def _come_online(self) -> StoreUnavailableError | None:
         """Open the store and send what is spooled. Where there is a spool, an outage is no
@@ -231,7 +266,12 @@ class TrajectorySender:
         return None
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> list[Payload]:
-        return pack(trajectories, run_id=self._run_id, max_bytes=self._max_batch_bytes)
+        return pack(
+            trajectories,
+            run_id=self._run_id,
+            max_bytes=self._max_batch_bytes,
+            max_trajectory_bytes=self._max_trajectory_bytes,
+        )
 
     def _spooled(self, payload: Payload) -> bool:
         """Hold a batch on disk; False when there is no room for it."""

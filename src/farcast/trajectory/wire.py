@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from farcast.errors import FormatError
 from farcast.types import Name, PolicySpan
 
 Role = Literal["system", "user", "model", "tool_call", "observation", "feedback"]
@@ -71,6 +72,10 @@ class RoutedExperts(_Wire, frozen=True, kw_only=True):
     @classmethod
     def of(cls, array: NDArray[Any]) -> "RoutedExperts":
         """From unsigned integers [tokens, layers, top_k] of one or two bytes."""
+        if not isinstance(array, np.ndarray) or array.dtype not in (np.uint8, np.uint16):
+            raise FormatError("Routed experts are unsigned integers of one or two bytes.")
+        if array.ndim != 3 or not _is_shape(*array.shape[1:]):
+            raise FormatError("Routed experts are [tokens, layers, top_k]; give that shape.")
         width = array.dtype.itemsize
         ids = np.ascontiguousarray(array, dtype=f"<u{width}").tobytes()
         return cls(layers=array.shape[1], top_k=array.shape[2], width=width, ids=ids)
@@ -88,6 +93,10 @@ class RoutedExperts(_Wire, frozen=True, kw_only=True):
         """Read-only unsigned integers [tokens, layers, top_k]."""
         flat = np.frombuffer(self.ids, f"<u{self.width}")
         return flat.reshape(-1, self.layers, self.top_k)
+
+
+def _is_shape(layers: int, top_k: int) -> bool:
+    return 1 <= layers <= MAX_EXPERT_LAYERS and 1 <= top_k <= MAX_EXPERTS_PER_TOKEN
 
 
 class Trajectory(_Wire, frozen=True, kw_only=True):
