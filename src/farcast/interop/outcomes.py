@@ -27,7 +27,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     group_id: Name | None = None
     group_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
     task: Annotated[str, msgspec.Meta(max_length=1 << 10)] = ""
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
     aborted: bool = False
     feedback: tuple[Feedback, ...] = ()
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=256)] = {}
@@ -47,7 +47,7 @@ def read_feedback(body: bytes) -> SessionFeedback:
     """Feedback from JSON, or `FormatError`."""
     try:
         return msgspec.json.decode(body, type=SessionFeedback)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"The feedback is not valid ({error}); correct that field.") from error
 
 
@@ -55,5 +55,15 @@ def read_outcome(body: bytes) -> Outcome:
     """An outcome from JSON, or `FormatError`."""
     try:
         return msgspec.json.decode(body, type=Outcome)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"The outcome is not valid ({error}); correct that field.") from error
+
+
+def checked(outcome: Outcome) -> Outcome:
+    """The same outcome, as it would come from JSON, or `FormatError`: nothing checks the types of
+    one that was made in this process."""
+    try:
+        body = msgspec.json.encode(outcome)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise FormatError(f"The outcome is not valid ({error}); correct that field.") from error
+    return read_outcome(body)

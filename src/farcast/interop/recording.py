@@ -8,12 +8,15 @@ another way), a new segment begins and says so in its metadata (`drift`): traini
 the model never saw together would be worse than a cut.
 
 With a journal, an interaction is on disk before it is said to be recorded, and an outcome before it
-is sent: a recorder that starts again on the same folder goes on where the last one was killed. What
-is said twice counts once.
+is sent: a recorder that starts again on the same folder goes on where the last one was killed, and
+`send_pending` sends what that had not. What is said twice counts once.
 
 Refuses, with a reason and without touching the answer, what nobody can learn from: see `answers`.
+Refuses an outcome whose trajectories could not be sent, before it counts. Never gives up a session
+to make room for another.
 """
 
+import logging
 import secrets
 import threading
 import time
@@ -22,10 +25,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from farcast.engines.base import Completion, FinishReason
-from farcast.errors import FarcastError, FormatError, TrajectoryError
+from farcast.errors import (
+    ConfigError,
+    FarcastError,
+    FormatError,
+    StoreUnavailableError,
+    TrajectoryError,
+    TrajectoryTooLargeError,
+)
 from farcast.interop.answers import (
     ASKED_FOR,
     NotRecordedError,
@@ -34,85 +42,36 @@ from farcast.interop.answers import (
     shown_role,
 )
 from farcast.interop.journal import Closed, Journal
-from farcast.interop.outcomes import Feedback, Outcome
-from farcast.rollout import Episode
-from farcast.trajectory import Role, Trajectory, TrajectorySender, check_trajectory
-from farcast.trajectory.wire import (
-    MAX_FEEDBACK,
-    MAX_TOKENS,
-    SAID_BY_MODEL,
-)
+from farcast.interop.outcomes import Feedback, Outcome, checked
+from farcast.interop.sessions import Entry, Session, Step
+from farcast.trajectory import Role, TrajectorySender
 from farcast.types import NAME_PATTERN
 
 MAX_SESSIONS = 4096
+"""Open at once. A session of 100,000 tokens takes about 5 MB."""
+
 MAX_CLOSED = 1 << 16
+
+MAX_SESSION_NAME = 100
+"""Letters; an id has 28 more for what makes it the only one."""
+
 IDLE_SECONDS = 3600.0
 """A session of which nothing was heard for so long has no outcome to come."""
+
+EMPTY_SECONDS = 60.0
+"""A session of which nothing could be recorded makes room for others after so long."""
+
+_LOG = logging.getLogger(__name__)
 
 
 class ClosedError(TrajectoryError):
     """A session went home with another outcome, or before what is now said of it."""
 
 
-class _Step(msgspec.Struct, frozen=True, array_like=True):
-    """One interaction as a session takes it in. `drift` says why a new segment begins."""
+class TooManySessionsError(NotRecordedError):
+    """As many sessions are open as the recorder holds; one has to end first."""
 
-    drift: str | None
-    shown: tuple[int, ...]
-    shown_role: Role
-    completion: Completion
-    role: Role
-    started: float
-    ended: float
-    sampling: tuple[float, float, int]
-    experts: tuple[tuple[int, int, int], str, bytes] | None = None
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    """What the journal holds of a session: one of these at a time."""
-
-    step: _Step | None = None
-    feedback: Feedback | None = None
-    outcome: Outcome | None = None
-
-
-class _Session:
-    """The segments of one episode; the last one still grows."""
-
-    def __init__(self, now: float) -> None:
-        self.heard = now
-        self.lock = threading.Lock()
-        self.segments: list[Episode] = [Episode()]
-        self.drifts: dict[int, str] = {}
-        self.sampling: tuple[float, float, int] | None = None
-        self.finish: FinishReason = "stop"
-        self.feedback: list[Feedback] = []
-        self.outcome: Outcome | None = None
-
-    def apply(self, entry: _Entry) -> None:
-        if entry.step is not None:
-            self._take(entry.step)
-        if entry.feedback is not None:
-            self.feedback.append(entry.feedback)
-        if entry.outcome is not None:
-            self.outcome = entry.outcome
-
-    def _take(self, step: _Step) -> None:
-        if step.drift is not None:
-            self.segments.append(Episode())
-            self.drifts[len(self.segments) - 1] = step.drift
-        episode = self.segments[-1]
-        episode.show(step.shown, step.shown_role)
-        episode.sampled(step.completion, step.role, started=step.started, ended=step.ended)
-        if step.experts is not None:
-            shape, dtype, data = step.experts
-            episode.routed(np.frombuffer(data, dtype).reshape(shape))
-        self.sampling, self.finish = step.sampling, step.completion.finish_reason
-
-    @property
-    def turns(self) -> int:
-        """The model's turns so far."""
-        return sum(t.role in SAID_BY_MODEL for e in self.segments for t in e.turns)
+    retry = True
 
 
 class Recorder:
@@ -131,15 +90,30 @@ class Recorder:
         self._journal = journal
         self._clock = clock
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._closed: OrderedDict[str, Closed] = OrderedDict()
-        self.recorded = self.refused = self.forgotten = 0
+        self._is_failing = False
+        self.recorded = self.forgotten = 0
+        self.refused = 0
+        """Interactions that only passed; `failed` of them because of the recorder itself."""
+        self.failed = 0
         if journal is not None:
             self._recall(journal)
 
     @property
     def open_sessions(self) -> int:
         return len(self._sessions)
+
+    @property
+    def set_aside(self) -> int:
+        """Sessions of the journal that could not be read; their files are kept."""
+        return 0 if self._journal is None else len(self._journal.set_aside)
+
+    @property
+    def pending(self) -> list[str]:
+        """Sessions whose outcome is known and which are not home yet."""
+        with self._lock:
+            return [name for name, s in self._sessions.items() if s.outcome is not None]
 
     def new_session(self) -> str:
         """A name for a session that its harness gave none."""
@@ -149,59 +123,92 @@ class Recorder:
         self, session: str, request: Mapping[str, Any], answer: bytes, *, started: float
     ) -> None:
         """Take in one interaction; `request` as it was asked, `answer` as JSON. Raises
-        `NotRecordedError`; the session then goes on without this turn."""
+        `NotRecordedError` and nothing else, since an answer is worth more than its record; the
+        session then goes on without this turn."""
         try:
             self._record(session, request, answer, started)
         except NotRecordedError:
-            self.refused += 1
+            self._count(refused=1)
             raise
-        self.recorded += 1
+        except Exception as error:  # it is said in the log, and the answer passes all the same
+            self._count(refused=1, failed=1)
+            if not self._is_failing:
+                _LOG.warning("Nothing is recorded for now, answers only pass: %s", error)
+            self._is_failing = True
+            raise NotRecordedError(f"The recorder failed. {error}"[:400]) from error
+        self._count(recorded=1)
+        if self._is_failing:
+            _LOG.warning("Answers are recorded again.")
+        self._is_failing = False
 
     def feed_back(self, session: str, feedback: Feedback) -> None:
         """Note what was said of one of the model's turns, before the outcome. Durable as the turn
         is; saying it again does nothing."""
         held = self._open(session)
         with held.lock:
-            self._refuse_if_closed(session, held)
-            if feedback.turn >= held.turns:
-                raise FormatError(
-                    f"The session has {held.turns} turns of the model; name one, from 0."
-                )
-            said = [f.text for f in held.feedback if f.turn == feedback.turn]
-            if feedback.text in said:
-                return
-            if len("\n".join([*said, feedback.text])) > MAX_FEEDBACK:
-                raise FormatError(f"A turn takes {MAX_FEEDBACK} characters of feedback; cut it.")
-            self._note(session, held, _Entry(feedback=feedback))
+            if held.outcome is not None:
+                raise ClosedError(f"The session {session} is going home with its outcome.")
+            if held.check_feedback(feedback):
+                self._note(session, held, Entry(feedback=feedback))
 
     def attach(self, outcome: Outcome) -> list[str]:
         """Close a session with its outcome; durable on return. The ids of its trajectories. Saying
         it again gives the same ids, and another outcome raises `ClosedError`.
 
-        An error of the store leaves the session open for this outcome: attach it again."""
-        digest = outcome.digest()
+        `FormatError` and `TrajectoryTooLargeError` leave the session open for a better outcome, any
+        other error for this one: attach it again, or call `send_pending`."""
         with self._lock:
             closed = self._closed.get(outcome.session)
-        if closed is None:
-            session = self._open(outcome.session)
-            with session.lock:
-                return self._close(session, outcome, digest)
-        if closed.digest != digest:
-            raise ClosedError(f"The session {outcome.session} was closed with another outcome.")
-        return closed.ids
+            session = self._sessions.get(outcome.session)
+            if session is not None:
+                self._hear(outcome.session, session)
+        if closed is not None:
+            return self._same(closed, checked(outcome))
+        if session is None:
+            raise _unknown(outcome.session)
+        with session.lock:
+            return self._close(session, checked(outcome))
 
-    def _close(self, session: _Session, outcome: Outcome, digest: str) -> list[str]:
-        if session.outcome is not None and session.outcome != outcome:
+    def send_pending(self) -> int:
+        """Send home what has its outcome and was cut off or refused before; how many went. Raises
+        what the store raises; an outcome that cannot be sent at all is given up with a warning, and
+        its session is open again."""
+        sent = 0
+        for name in self.pending:
+            session = self._sessions.get(name)
+            if session is None:
+                continue
+            with session.lock:
+                if session.outcome is None:
+                    continue
+                try:
+                    self._close(session, session.outcome)
+                except (FormatError, TrajectoryTooLargeError) as error:
+                    session.outcome = None
+                    _LOG.warning("The outcome of session %s cannot be sent: %s", name, error)
+                else:
+                    sent += 1
+        return sent
+
+    def _close(self, session: Session, outcome: Outcome) -> list[str]:
+        with self._lock:
+            closed = self._closed.get(outcome.session)
+        if closed is not None:  # while its lock was waited for
+            return self._same(closed, outcome)
+        if session.outcome not in (None, outcome):
             raise ClosedError(
                 f"Another outcome of the session {outcome.session} is on its way home already."
             )
-        trajectories = self._trajectories(session, outcome)
+        trajectories = session.trajectories(
+            outcome, worker_id=self._sender.worker_id, engine=self._engine
+        )
         if session.outcome is None:
-            for trajectory in trajectories:
-                check_trajectory(trajectory)
-            self._note(outcome.session, session, _Entry(outcome=outcome))
-        self._sender.submit_many(trajectories)
-        closed = Closed(outcome.session, digest, [t.id for t in trajectories])
+            self._sender.check(trajectories)
+            promise = Entry(outcome=outcome, since=self._position(), worker=self._sender.worker_id)
+            self._note(outcome.session, session, promise)
+        since = session.since if session.was_cut_off else None
+        self._sender.submit_many(trajectories, since=since)
+        closed = Closed(outcome.session, outcome.digest(), [t.id for t in trajectories])
         if self._journal is not None:
             self._journal.settle(closed)
         with self._lock:
@@ -209,10 +216,24 @@ class Recorder:
             self._remember(closed)
         return closed.ids
 
+    @staticmethod
+    def _same(closed: Closed, outcome: Outcome) -> list[str]:
+        if closed.digest != outcome.digest():
+            raise ClosedError(f"The session {outcome.session} was closed with another outcome.")
+        return closed.ids
+
+    def _position(self) -> int:
+        """No batch below this number holds what is sent from now on."""
+        try:
+            return self._sender.next_sequence
+        except StoreUnavailableError:
+            return 0
+
     def _record(self, name: str, request: Mapping[str, Any], answer: bytes, started: float) -> None:
-        if NAME_PATTERN.fullmatch(name) is None or len(name) > 100:
+        if NAME_PATTERN.fullmatch(name) is None or len(name) > MAX_SESSION_NAME:
             raise NotRecordedError(
-                "A session's name has at most 100 letters, digits, '.', '_' or '-'; rename it."
+                f"A session's name has at most {MAX_SESSION_NAME} letters, digits, '.', '_' or "
+                "'-'; rename it."
             )
         sampling = sampling_of(request)
         prompt, completion, role, experts = read_answer(answer)
@@ -221,23 +242,16 @@ class Recorder:
                 raise NotRecordedError(f"The session {name} has ended; begin another one.")
             session = self._session(name)
         with session.lock:
-            if session.outcome is not None:
+            if session.outcome is not None or name in self._closed:
                 raise NotRecordedError(f"The session {name} has ended; begin another one.")
-            if session.sampling not in (None, sampling):
-                raise NotRecordedError(
-                    "A session keeps one temperature, top_p and top_k; begin another session."
-                )
             episode = session.segments[-1]
-            held = len(episode.token_ids)
-            if max(held, len(prompt)) + len(completion.token_ids) > MAX_TOKENS:
-                raise NotRecordedError(f"The session is longer than {MAX_TOKENS} tokens; end it.")
+            held, drift = len(episode.token_ids), None
             shown: Role = shown_role(request) if held else "user"
-            drift = None
             try:
                 episode.check_prompt(prompt)
             except FormatError as error:
                 drift, held, shown = str(error)[:200], 0, "user"
-            step = _Step(
+            step = Step(
                 drift=drift,
                 shown=tuple(prompt[held:]),
                 shown_role=shown,
@@ -250,119 +264,105 @@ class Recorder:
                 if experts is None
                 else (experts.shape, experts.dtype.str, experts.tobytes()),
             )
-            self._note(name, session, _Entry(step=step))
+            self._note(name, session, Entry(step=session.check_step(step)))
 
-    def _note(self, name: str, session: _Session, entry: _Entry) -> None:
+    def _note(self, name: str, session: Session, entry: Entry) -> None:
         """Durable before it counts."""
+        if not session.is_noted:
+            entry = msgspec.structs.replace(entry, life=session.life)
         if self._journal is not None:
             self._journal.append(name, msgspec.msgpack.encode(entry))
         session.apply(entry)
 
     def _recall(self, journal: Journal) -> None:
-        """What an earlier recorder held; the outcomes that it had are sent when they are said
-        again."""
+        """What an earlier recorder held; what cannot be read is kept aside."""
         for closed in journal.closed():
             self._remember(closed)
         for name, entries in journal.sessions():
             if name in self._closed:
                 journal.drop(name)
                 continue
-            session = self._sessions.setdefault(name, _Session(self._clock()))
-            for entry in entries:
-                session.apply(msgspec.msgpack.decode(entry, type=_Entry))
+            session = Session(self._clock())
+            try:
+                for entry in entries:
+                    session.apply(msgspec.msgpack.decode(entry, type=Entry))
+            except (ValueError, TypeError):
+                journal.put_aside(name)
+                continue
+            session.was_cut_off = session.outcome is not None
+            if session.worker not in ("", self._sender.worker_id):
+                raise ConfigError(
+                    f"The journal has outcomes that the recorder {session.worker} began to send, "
+                    f"not {self._sender.worker_id}; start it with that id."
+                )
+            self._sessions[name] = session
 
     def _remember(self, closed: Closed) -> None:
         self._closed[closed.session] = closed
         while len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
 
-    def _open(self, name: str) -> _Session:
+    def _open(self, name: str) -> Session:
         with self._lock:
             session = self._sessions.get(name)
-            if session is None and name in self._closed:
+            if session is not None:
+                self._hear(name, session)
+                return session
+            if name in self._closed:
                 raise ClosedError(f"The session {name} has gone home with its outcome.")
+        raise _unknown(name)
+
+    def _session(self, name: str) -> Session:
+        """The session, as the one heard of last; idle ones go."""
+        session = self._sessions.get(name)
         if session is None:
-            raise NotRecordedError(
-                f"There is no open session {name}; it was never recorded, was closed long ago, or "
-                "was idle for too long."
-            )
+            self._make_room()
+            session = self._sessions[name] = Session(self._clock())
+        self._hear(name, session)
         return session
 
-    @staticmethod
-    def _refuse_if_closed(name: str, session: _Session) -> None:
-        if session.outcome is not None:
-            raise ClosedError(f"The session {name} is going home with its outcome.")
+    def _hear(self, name: str, session: Session) -> None:
+        session.heard = self._clock()
+        self._sessions.move_to_end(name)
 
-    def _session(self, name: str) -> _Session:
-        """The session, as the one heard of last; old ones go."""
+    def _make_room(self) -> None:
         now = self._clock()
-        session = self._sessions.pop(name, None) or _Session(now)
-        session.heard = now
-        self._sessions[name] = session
-        while len(self._sessions) > MAX_SESSIONS or self._oldest_idle(now):
-            old, _ = self._sessions.popitem(last=False)
-            self.forgotten += 1
-            if self._journal is not None:
-                self._journal.drop(old)
-        return session
-
-    def _oldest_idle(self, now: float) -> bool:
-        return now - next(iter(self._sessions.values())).heard > IDLE_SECONDS
-
-    def _trajectories(self, session: _Session, outcome: Outcome) -> list[Trajectory]:
-        """Without a group, the segments are one; in a group, each session has one place, and the
-        last segment, whose prompt shows all before it, takes it."""
-        numbers = list(range(len(session.segments)))
-        size, group = len(numbers), outcome.group_id or outcome.session
-        if outcome.group_id is not None:
-            numbers, size = numbers[-1:], outcome.group_size
-        temperature, top_p, top_k = session.sampling or (1.0, 1.0, 0)
-        said = self._feedback(session, outcome)
-        made = []
-        for number in numbers:
-            drift = session.drifts.get(number)
-            before = session.segments[:number]
-            first = sum(t.role in SAID_BY_MODEL for e in before for t in e.turns)
-            trajectory = session.segments[number].trajectory(
-                id=f"{outcome.session}-{number}",
-                group_id=group,
-                group_size=size,
-                worker_id=self._sender.worker_id,
-                reward=outcome.reward,
-                rewards=outcome.rewards,
-                finish_reason="aborted" if outcome.aborted else session.finish,
-                task=outcome.task,
-                seed=outcome.seed,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                engine=self._engine,
-                metadata={**outcome.metadata, **({"drift": drift} if drift else {})},
+        for name, session in list(self._sessions.items()):
+            idle = now - session.heard
+            if idle <= EMPTY_SECONDS:
+                break
+            if not session.is_noted:
+                del self._sessions[name]
+            elif session.outcome is None and idle > IDLE_SECONDS:
+                del self._sessions[name]
+                self.forgotten += 1
+                self._drop(name)
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise TooManySessionsError(
+                f"{MAX_SESSIONS} sessions are open, and no more are recorded; attach an outcome to "
+                "those that have ended."
             )
-            made.append(_told(trajectory, said, first))
-        return made
 
-    @staticmethod
-    def _feedback(session: _Session, outcome: Outcome) -> dict[int, str]:
-        said: dict[int, list[str]] = {}
-        for feedback in (*session.feedback, *outcome.feedback):
-            if feedback.turn >= session.turns:
-                raise FormatError(f"The session has no turn {feedback.turn} of the model.")
-            texts = said.setdefault(feedback.turn, [])
-            if feedback.text not in texts:
-                texts.append(feedback.text)
-        return {turn: "\n".join(texts)[:MAX_FEEDBACK] for turn, texts in said.items()}
+    def _drop(self, name: str) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.drop(name)
+        except FarcastError as error:
+            _LOG.warning("The idle session %s stays on disk: %s", name, error)
+
+    def _count(self, *, recorded: int = 0, refused: int = 0, failed: int = 0) -> None:
+        with self._lock:
+            self.recorded += recorded
+            self.refused += refused
+            self.failed += failed
 
 
-def _told(trajectory: Trajectory, said: Mapping[int, str], first: int) -> Trajectory:
-    """With the feedback on its turns, of which the first of the model's has number `first`."""
-    turns, number = [], first
-    for turn in trajectory.turns:
-        if turn.role in SAID_BY_MODEL:
-            turn = msgspec.structs.replace(turn, feedback=said.get(number, ""))
-            number += 1
-        turns.append(turn)
-    return msgspec.structs.replace(trajectory, turns=tuple(turns))
+def _unknown(name: str) -> NotRecordedError:
+    return NotRecordedError(
+        f"There is no open session {name[:130]}; it was never recorded, was closed long ago, or "
+        "was idle for too long."
+    )
 
 
 class RecordedClient:
@@ -391,12 +391,10 @@ class RecordedClient:
             **{**request, "logprobs": True}, extra_body=extra
         )
         try:
-            self._recorder.record(
-                session,
-                {**extra, **request},
-                answer.model_dump_json().encode(),
-                started=started,
-            )
+            data = answer.model_dump_json().encode()
+            self._recorder.record(session, {**extra, **request}, data, started=started)
         except NotRecordedError as error:
             self._on_refused(error)
+        except Exception as error:  # noqa: BLE001 - whatever a client's answer raises, it is the caller's
+            self._on_refused(NotRecordedError(f"The answer is not understood ({error})."[:300]))
         return answer
