@@ -27,6 +27,7 @@ ASKED_FOR: Mapping[str, Any] = {"return_token_ids": True}
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 _Logprob = Annotated[float, msgspec.Meta(ge=-3.4e38, le=LOGPROB_SLACK)]
 """Finite as float32, which is how it travels."""
+_Messages = list[msgspec.Raw] | None
 _Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
@@ -56,43 +57,77 @@ class _Span(msgspec.Struct):
     choice: int = 0
 
 
-class _Provenance(msgspec.Struct):
+class Provenance(msgspec.Struct):
+    """Which versions wrote an answer, as a sidecar says it."""
+
     start: _At
     spans: list[_Span] | None = []
 
 
-class _Token(msgspec.Struct):
+class Token(msgspec.Struct):
+    """Of a chat, with its log-prob."""
+
     logprob: _Logprob
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
+class Logprobs(msgspec.Struct):
+    """Of a chat in `content`, else in `token_logprobs`."""
+
+    content: list[Token] | None = None
     token_logprobs: list[_Logprob | None] | None = None
 
 
-class _Message(msgspec.Struct):
+class Message(msgspec.Struct):
+    """Whether a tool was called."""
+
     tool_calls: list[Any] | None = None
 
 
-class _Choice(msgspec.Struct):
+class Choice(msgspec.Struct):
+    """Of an answer, or of an event that brings a piece of it."""
+
     finish_reason: str | None = None
     token_ids: list[_TokenId] | None = None
     prompt_token_ids: list[_TokenId] | None = None
-    logprobs: _Logprobs | None = None
-    message: _Message | None = None
+    logprobs: Logprobs | None = None
+    message: Message | None = None
     routed_experts: str | None = None
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+class Answer(msgspec.Struct):
+    """All of an answer that is looked at; other fields are passed over. `problem` is why one that
+    was put together out of a stream is none."""
+
+    choices: list[Choice]
     prompt_token_ids: list[_TokenId] | None = None
-    farcast: _Provenance | None = None
+    farcast: Provenance | None = None
+    problem: str = ""
 
 
-def asking_for_tokens(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request as it has to be asked so that its answer can be recorded."""
+class Asked(NamedTuple):
+    """A request as it is sent on, and what the recorder reads of it; None where it cannot."""
+
+    body: bytes
+    settings: dict[str, Any] | None
+
+
+def asking_for_tokens(path: str, body: bytes) -> Asked:
+    """A request as it has to be asked so that its answer can be recorded. Nothing else in it is
+    touched, and one that is not understood passes as it came: to judge it is the engine's."""
     more = {"logprobs": True} if path.endswith("/chat/completions") else {"logprobs": 1}
-    return {**request, **ASKED_FOR, **more}
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        settings: dict[str, Any] = {
+            name: msgspec.json.decode(fields[name])
+            for name in ("temperature", "top_p", "top_k")
+            if name in fields
+        }
+        messages = msgspec.json.decode(fields.get("messages", b"null"), type=_Messages)
+        if messages:
+            settings["messages"] = [msgspec.json.decode(messages[-1])]
+        return Asked(msgspec.json.encode({**fields, **ASKED_FOR, **more}), settings)
+    except (ValueError, RecursionError):
+        return Asked(body, None)
 
 
 def sampling_of(request: Mapping[str, Any]) -> tuple[float, float, int]:
@@ -111,9 +146,11 @@ def sampling_of(request: Mapping[str, Any]) -> tuple[float, float, int]:
 def read_answer(answer: bytes) -> Said:
     """Out of an answer's JSON."""
     try:
-        read = msgspec.json.decode(answer, type=_Answer)
+        read = msgspec.json.decode(answer, type=Answer)
     except (msgspec.DecodeError, RecursionError) as error:
         raise NotRecordedError(f"The answer is not understood ({error}).") from error
+    if read.problem:
+        raise NotRecordedError(f"The stream cannot be recorded: {read.problem}.")
     if len(read.choices) != 1:
         raise NotRecordedError("An answer with one choice can be recorded; ask for n=1.")
     choice = read.choices[0]
@@ -153,7 +190,7 @@ def _experts(encoded: str, tokens: int) -> NDArray[Any] | None:
     return array.astype("u1" if array.dtype.itemsize == 1 else "<u2")
 
 
-def _logprobs(given: _Logprobs | None) -> list[float]:
+def _logprobs(given: Logprobs | None) -> list[float]:
     if given is None:
         return []
     if given.content is not None:
@@ -161,7 +198,7 @@ def _logprobs(given: _Logprobs | None) -> list[float]:
     return [p for p in given.token_logprobs or () if p is not None]
 
 
-def _spans(said: _Provenance | None, tokens: int) -> tuple[PolicySpan, ...]:
+def _spans(said: Provenance | None, tokens: int) -> tuple[PolicySpan, ...]:
     if said is None or said.spans is None:
         raise NotRecordedError(
             "Nobody says which version wrote the tokens; put `farcast replica` before the engine."
