@@ -27,6 +27,7 @@ from farcast.train.objectives import objective_of  # noqa: E402
 from farcast.train.packing import pack_group, shared_length  # noqa: E402
 from farcast.train.policy import Policy, served_root  # noqa: E402
 from farcast.train.update import step_size, update  # noqa: E402
+from farcast.trajectory import RoutedExperts, Trajectory  # noqa: E402
 from farcast.types import PolicySpan, VersionRef  # noqa: E402
 
 REF = VersionRef(RUN, 0, "0" * 64)
@@ -438,3 +439,33 @@ def test_a_checkpoint_is_not_resumed_on_a_store_without_its_version(tmp_path: Pa
     publisher.publish({k: t * 2 for k, t in policy.served().items()}, 1)
     with pytest.raises(RunMismatchError, match="not the one"):
         again.resume()
+
+
+def test_groups_routed_by_models_of_other_shapes_end_no_run_also_on_resume(tmp_path: Path) -> None:
+    """One arrives before a checkpoint, one lies across it: half before, half after."""
+
+    def routed(group: str, member: int, layers: int) -> Trajectory:
+        one = trajectory(group, member, zero, reward=float(member), rng=world.rng, size=2)
+        ids = bytes(len(one.token_ids) * layers)
+        return replace(one, experts=RoutedExperts(layers=layers, top_k=1, width=1, ids=ids))
+
+    world = TrainWorld(tmp_path, steps=2)
+    trainer, policy, publisher = world.trainer()
+    zero = publisher.publish(policy.served(), 0)
+    world.sender.submit_many([routed("mixed", 0, 1), routed("mixed", 1, 2), routed("across", 0, 1)])
+    world.sender.submit_many([routed("alone", 0, 3), routed("alone", 1, 3)])
+    world.send(zero, groups=1)
+    trainer._stop = lambda: trainer.step >= 1  # type: ignore[method-assign]
+    trainer.run()
+    publisher.close()
+    again, _, _ = world.trainer()
+    assert again.resume()
+    world.sender.submit_many([routed("across", 1, 2)])
+    world.send(zero, groups=2)
+    again.run()
+    assert [r.dropped.get("invalid", ()) for r in world.reports] == [
+        ("mixed-0", "mixed-1"),
+        ("across-0", "across-1"),
+    ]
+    assert {name.partition("-")[0] for name in world.reports[0].consumed} == {"alone", "g0"}
+    assert {name.partition("-")[0] for name in world.reports[1].consumed} == {"g1", "g2"}
