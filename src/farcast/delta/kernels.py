@@ -3,8 +3,10 @@
 Nothing here raises, and nothing here trusts a byte: a kernel returns a negative number where its
 input is malformed or its output would not fit, and every index it forms is bounded first.
 
-The speed comes from `_classes`, `_equal` and `_differ`: one call looks at 64 words and answers
-with a 64-bit mask, so that words are looked at one by one only where they are rare or changed.
+The speed comes from `_differ` and `_planes`: one call looks at 64 words and answers with 64-bit
+masks, one that tells which of them changed, and one for each bit of their classes. Which words of
+a chunk are of one class is then five masks joined, and words are looked at one by one only where
+they changed.
 Only `farcast.delta.blocks` imports this module, and only when it first codes something:
 importing numba takes a second. All kernels stand in one file since numba keeps what it compiled
 by the file a kernel stands in: after a change elsewhere it would go on with the old one.
@@ -26,9 +28,15 @@ from numba.extending import intrinsic
 from farcast.delta.conditioned import MAX_GOLOMB, NO_RUNS
 
 GROUP = 64
-CHUNK = 512
-"""Words whose classes are counted at once: the counts are summed lane by lane, which takes a third
-of what a mask and its ones take for every group. At most 2,040, eight times the most of a byte."""
+GROUPS = 8
+CHUNK = GROUP * GROUPS
+"""Words whose classes are counted at once: eight masks, which one vector holds."""
+
+CLASS_BITS = 5
+"""Of the number of a class: `MAX_CLASSES` are 32."""
+
+PGROUPS = 2 * CLASS_BITS * GROUPS
+"""Masks of a chunk: those of each bit, eight groups each, and then their complements."""
 
 MAX_QUOTIENT = 24
 """A Golomb quotient from here on is written as 24 ones and the whole number: a bound on the cost
@@ -41,10 +49,6 @@ same there, and gaps cost more time the more there are."""
 AHEAD = 2 * CHUNK
 """Words asked for before their turn: between two chunks a core computes for so long that memory
 would idle."""
-
-RARE = 1000
-"""Classes that together hold one word in so many are counted one by one, the others by lanes: a
-branch that is taken in every other chunk costs about what a class more in every chunk does."""
 
 FITTED = 128
 """Changes of a class in a block that its parameters are fitted to."""
@@ -90,8 +94,24 @@ def _differ(typing: Any, a: Any, b: Any, index: Any) -> Any:
     return types.uint64(a, b, types.int64), generate
 
 
+def _class_lanes(builder: Any, words: Any, args: Any, width: int) -> Any:
+    """min(max(((word >> shift) & mask) - first, 0), last) of 64 words, in bytes."""
+    shift, mask, first, last = args
+    small = ir.VectorType(ir.IntType(8), GROUP)
+    if width < 64:
+        shift = builder.trunc(shift, ir.IntType(width))
+    lanes = builder.lshr(words, _splat(builder, shift, width))
+    if width > 8:
+        lanes = builder.trunc(lanes, small)
+    lanes = builder.and_(lanes, _splat(builder, mask, 8))
+    low, high = _splat(builder, first, 8), _splat(builder, last, 8)
+    above = builder.icmp_unsigned(">", lanes, low)
+    lanes = builder.select(above, builder.sub(lanes, low), ir.Constant(small, [0] * GROUP))
+    return builder.select(builder.icmp_unsigned("<", lanes, high), lanes, high)
+
+
 @intrinsic
-def _classes(
+def _planes(
     typing: Any,
     words: Any,
     index: Any,
@@ -100,30 +120,21 @@ def _classes(
     first: Any,
     last: Any,
     out: Any,
-    at: Any,
+    group: Any,
 ) -> Any:
-    """`out[at : at + 64]` = class of each of the 64 words from `index` on:
-    min(max(((word >> shift) & mask) - first, 0), last)."""
+    """`out[b * GROUPS + group]` = mask of the 64 words from `index` on whose class has bit b."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         width = signature.args[0].dtype.bitwidth
         small = ir.VectorType(ir.IntType(8), GROUP)
         words_ = _vector_at(context, builder, signature.args[0], args[0], args[1])
-        amount = args[2]
-        if width < 64:
-            amount = builder.trunc(amount, ir.IntType(width))
-        lanes = builder.lshr(words_, _splat(builder, amount, width))
-        if width > 8:
-            lanes = builder.trunc(lanes, small)
-        lanes = builder.and_(lanes, _splat(builder, args[3], 8))
-        low = _splat(builder, args[4], 8)
-        above = builder.icmp_unsigned(">", lanes, low)
-        lanes = builder.select(above, builder.sub(lanes, low), ir.Constant(small, [0] * GROUP))
-        high = _splat(builder, args[5], 8)
-        lanes = builder.select(builder.icmp_unsigned("<", lanes, high), lanes, high)
-        data = cgutils.create_struct_proxy(signature.args[6])(context, builder, value=args[6]).data
-        address = builder.bitcast(builder.gep(data, [args[7]]), small.as_pointer())
-        builder.store(lanes, address, align=1)
+        lanes = _class_lanes(builder, words_, args[2:6], width)
+        for bit in range(CLASS_BITS):
+            some = builder.and_(lanes, ir.Constant(small, [1 << bit] * GROUP))
+            having = builder.icmp_unsigned("!=", some, ir.Constant(small, [0] * GROUP))
+            at = builder.add(args[7], ir.Constant(ir.IntType(64), bit * GROUPS))
+            address = _byte_at(context, builder, signature.args[6], args[6], at, 64)
+            builder.store(builder.bitcast(having, ir.IntType(64)), address, align=8)
         return context.get_dummy_value()
 
     signature = types.void(
@@ -132,56 +143,125 @@ def _classes(
     return signature, generate
 
 
-def _compare(operator: str) -> Any:
-    @intrinsic
-    def compare(typing: Any, classes: Any, index: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            lanes = _vector_at(context, builder, signature.args[0], args[0], args[1])
-            same = builder.icmp_unsigned(operator, lanes, _splat(builder, args[2], 8))
-            return builder.bitcast(same, ir.IntType(64))
-
-        return types.uint64(classes, types.int64, types.uint8), generate
-
-    return compare
+_MASKS = ir.VectorType(ir.IntType(64), GROUPS)
 
 
-_equal = _compare("==")
-_below = _compare("<")
+def _masks_at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Address of eight masks."""
+    address = _byte_at(context, builder, array_type, array, index, 64)
+    return builder.bitcast(address, _MASKS.as_pointer())
 
 
 @intrinsic
-def _tally(typing: Any, classes: Any, value: Any) -> Any:
-    """How many of the first `CHUNK` classes are `value`."""
+def _complement(typing: Any, planes: Any) -> Any:
+    """Fill the second half of `planes` with the complements of the first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = ir.VectorType(ir.IntType(8), GROUP)
-        wanted, seen = _splat(builder, args[1], 8), ir.Constant(whole, [0] * GROUP)
-        for at in range(0, CHUNK, GROUP):
-            index = ir.Constant(ir.IntType(64), at)
-            lanes = _vector_at(context, builder, signature.args[0], args[0], index)
-            same = builder.icmp_unsigned("==", lanes, wanted)
-            seen = builder.sub(seen, builder.sext(same, whole))  # a set lane is minus one
-        width = GROUP
-        while width > 8:
-            width //= 2
-            low, high = (
-                ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(start, start + width)))
-                for start in (0, width)
+        for bit in range(CLASS_BITS):
+            having, lacking = (
+                _masks_at(
+                    context, builder, signature.args[0], args[0], ir.Constant(ir.IntType(64), at)
+                )
+                for at in (bit * GROUPS, (CLASS_BITS + bit) * GROUPS)
             )
-            seen = builder.add(
-                builder.shuffle_vector(seen, seen, low), builder.shuffle_vector(seen, seen, high)
-            )
-        word = builder.bitcast(seen, ir.IntType(64))  # eight bytes of at most CHUNK / 8 each
+            builder.store(builder.not_(builder.load(having, align=8)), lacking, align=8)
+        return context.get_dummy_value()
 
-        def number(value: int) -> Any:
+    return types.void(planes), generate
+
+
+def _members_value(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Masks of the words of class `args[2]`, given `planes` and `offsets`."""
+    members = None
+    for bit in range(CLASS_BITS):
+        row = builder.mul(args[2], ir.Constant(ir.IntType(64), CLASS_BITS))
+        at = builder.add(row, ir.Constant(ir.IntType(64), bit))
+        start = builder.load(_byte_at(context, builder, signature.args[1], args[1], at, 64))
+        masks = builder.load(
+            _masks_at(context, builder, signature.args[0], args[0], start), align=8
+        )
+        members = masks if members is None else builder.and_(members, masks)
+    return members
+
+
+def _counts(builder: Any, members: Any, bits: int) -> Any:
+    """How many bits of each mask are set, in lanes of so many bits."""
+    count = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_MASKS, [_MASKS]), "llvm.ctpop.v8i64"
+    )
+    return builder.trunc(
+        builder.call(count, [members]), ir.VectorType(ir.IntType(bits), GROUPS)
+    )
+
+
+@intrinsic
+def _members(typing: Any, planes: Any, offsets: Any, k: Any, out: Any, before: Any) -> Any:
+    """`out[:GROUPS]` = masks of the words of class `k` in a chunk, `before[g]` = how many of these
+    there are before group g. Returns how many there are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start = ir.Constant(ir.IntType(64), 0)
+        members = _members_value(context, builder, signature, args)
+        builder.store(
+            members, _masks_at(context, builder, signature.args[3], args[3], start), align=8
+        )
+        counts = _counts(builder, members, 16)
+        none = ir.Constant(counts.type, [0] * GROUPS)
+        sums, step = counts, 1
+        while step < GROUPS:
+            later = [GROUPS + i - step if i >= step else i for i in range(GROUPS)]
+            lanes = ir.Constant(ir.VectorType(ir.IntType(32), GROUPS), later)
+            sums = builder.add(sums, builder.shuffle_vector(none, sums, lanes))
+            step *= 2
+        address = _byte_at(context, builder, signature.args[4], args[4], start, 16)
+        address = builder.bitcast(address, counts.type.as_pointer())
+        builder.store(builder.sub(sums, counts), address, align=2)
+        total = builder.extract_element(sums, ir.Constant(ir.IntType(32), GROUPS - 1))
+        return builder.zext(total, ir.IntType(64))
+
+    return types.int64(planes, offsets, types.int64, out, before), generate
+
+
+@intrinsic
+def _group(typing: Any, before: Any, rank: Any) -> Any:
+    """The last group with at most `rank` words of a class before it: where that one is."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(16), GROUPS)
+        start = ir.Constant(ir.IntType(64), 0)
+        address = _byte_at(context, builder, signature.args[0], args[0], start, 16)
+        counts = builder.load(builder.bitcast(address, kind.as_pointer()), align=2)
+        single = builder.insert_element(
+            ir.Constant(kind, ir.Undefined),
+            builder.trunc(args[1], ir.IntType(16)),
+            ir.Constant(ir.IntType(32), 0),
+        )
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), GROUPS), [0] * GROUPS)
+        wanted = builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), lanes)
+        reached = builder.bitcast(builder.icmp_unsigned("<=", counts, wanted), ir.IntType(8))
+        last = builder.sub(builder.ctpop(reached), ir.Constant(ir.IntType(8), 1))
+        return builder.zext(last, ir.IntType(64))
+
+    return types.int64(before, types.int64), generate
+
+
+@intrinsic
+def _number(typing: Any, planes: Any, offsets: Any, k: Any) -> Any:
+    """How many words of a chunk are of class `k`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        members = _members_value(context, builder, signature, args)
+        word = builder.bitcast(_counts(builder, members, 8), ir.IntType(64))  # at most 64 a byte
+
+        def constant(value: int) -> Any:
             return ir.Constant(ir.IntType(64), value)
 
-        every_other = number(0x00FF00FF00FF00FF)
-        high = builder.and_(builder.lshr(word, number(8)), every_other)
+        every_other = constant(0x00FF00FF00FF00FF)
+        high = builder.and_(builder.lshr(word, constant(8)), every_other)
         pairs = builder.add(builder.and_(word, every_other), high)
-        return builder.lshr(builder.mul(pairs, number(0x0001000100010001)), number(48))
+        return builder.lshr(builder.mul(pairs, constant(0x0001000100010001)), constant(48))
 
-    return types.int64(classes, types.uint8), generate
+    return types.int64(planes, offsets, types.int64), generate
 
 
 @intrinsic
@@ -258,19 +338,14 @@ def _class(word, shift, mask, first, last):
 
 
 @njit(nogil=True, cache=True)
-def sample(words, shift, mask, first, last):
-    """From which class on classes are frequent in a block, by about 1024 evenly spaced words."""
-    seen = np.zeros(256, np.int64)
-    step = max(1, words.size // 1024)
-    total = 0
-    for i in range(0, words.size, step):
-        seen[_class(words[i], shift, mask, first, last)] += 1
-        total += 1
-    cut, below = 0, 0
-    while cut < last and (below + seen[cut]) * RARE <= total:
-        below += seen[cut]
-        cut += 1
-    return cut
+def _offsets(last):
+    """Where in a chunk's planes the masks lie that make up each class, `CLASS_BITS` of each."""
+    offsets = np.empty((np.int64(last) + 1) * CLASS_BITS, np.int64)
+    for k in range(np.int64(last) + 1):
+        for bit in range(CLASS_BITS):
+            lacking = CLASS_BITS * (1 - (k >> bit & 1))
+            offsets[k * CLASS_BITS + bit] = (lacking + bit) * GROUPS
+    return offsets
 
 
 @njit(nogil=True, cache=True)
@@ -283,14 +358,15 @@ def _count(old, new):
 
 
 @njit(nogil=True, cache=True)
-def find(old, new, bits, shift, mask, first, last, cut, event_class, event_rank, event_change):
+def find(old, new, bits, shift, mask, first, last, event_class, event_rank, event_change):
     """Changed words of a block: class, rank among its class in the block, new - old modulo a width
     of `bits`. Ascending. Returns their number; where the block turns out dense, less their number,
     and the events are of no use. The event arrays hold a block each.
     """
     counts = np.zeros(256, np.int64)
-    classes = np.empty(CHUNK, np.uint8)
-    masks = np.empty(CHUNK // GROUP, np.uint64)
+    planes, offsets = np.empty(PGROUPS, np.uint64), _offsets(last)
+    masks, same = np.empty(GROUPS, np.uint64), np.empty(GROUPS, np.uint64)
+    before = np.empty(GROUPS, np.uint16)
     width = _width(bits)
     found, most = 0, old.size // DENSE_FROM
     whole = old.size // CHUNK * CHUNK
@@ -300,33 +376,26 @@ def find(old, new, bits, shift, mask, first, last, cut, event_class, event_rank,
         _prefetch(old, at + AHEAD)
         _prefetch(new, at + AHEAD)
         some = np.uint64(0)
-        for g in range(CHUNK // GROUP):
+        for g in range(GROUPS):
             masks[g] = _differ(old, new, at + GROUP * g)
             some |= masks[g]
-            _classes(old, at + GROUP * g, shift, mask, first, last, classes, GROUP * g)
-        for g in range(CHUNK // GROUP if some else 0):
+            _planes(old, at + GROUP * g, shift, mask, first, last, planes, g)
+        _complement(planes)
+        for g in range(GROUPS if some else 0):
             changed = masks[g]
             while changed != 0:
-                bit = _lowest(changed)
+                i = at + GROUP * g + _lowest(changed)
                 under = (changed & (np.uint64(0) - changed)) - np.uint64(1)
                 changed &= changed - np.uint64(1)
-                i = GROUP * g + bit
-                k = classes[i]
-                rank = counts[k] + _ones(_equal(classes, GROUP * g, k) & under)
-                for before in range(g):
-                    rank += _ones(_equal(classes, GROUP * before, k))
-                event_class[found], event_rank[found] = k, rank
-                event_change[found] = (np.uint64(new[at + i]) - np.uint64(old[at + i])) & width
+                k = _class(old[i], shift, mask, first, last)
+                _members(planes, offsets, k, same, before)
+                event_class[found] = k
+                event_rank[found] = counts[k] + before[g] + _ones(same[g] & under)
+                event_change[found] = (np.uint64(new[i]) - np.uint64(old[i])) & width
                 found += 1
         left = np.int64(CHUNK)
-        for g in range(CHUNK // GROUP if cut else 0):
-            rare = _below(classes, GROUP * g, np.uint8(cut))
-            while rare != 0:
-                counts[classes[GROUP * g + _lowest(rare)]] += 1
-                left -= 1
-                rare &= rare - np.uint64(1)
-        for k in range(np.uint64(cut), np.uint64(last)):
-            number = _tally(classes, np.uint8(k))
+        for k in range(np.int64(last)):
+            number = _number(planes, offsets, k)
             counts[k] += number
             left -= number
         counts[last] += left
@@ -366,10 +435,7 @@ def survey(
     row,
 ):
     """`find`, `arrange` and `fit` for one block; returns what `find` does."""
-    cut = sample(old, shift, mask, first, last)
-    found = find(
-        old, new, bits, shift, mask, first, last, cut, event_class, event_rank, event_change
-    )
+    found = find(old, new, bits, shift, mask, first, last, event_class, event_rank, event_change)
     if found > 0:
         arrange(found, event_class, event_rank, event_change, bits, bounds, gap, size)
         fit(np.int64(last) + 1, bounds, gap, size, row)
@@ -995,61 +1061,41 @@ def _select(mask, rank, chosen):
 
 
 @njit(nogil=True, cache=True)
-def locate(words, shift, mask, first, last, cut, bounds, rank, chosen, place):
+def place(words, shift, mask, first, last, bounds, rank, chosen, place):
     """Turn the ranks of one block's events into positions in `place`; writes no word.
 
     Returns 0, or MALFORMED where a class has fewer words than its events ask for.
     """
-    classes = np.empty(CHUNK, np.uint8)
+    planes, offsets = np.empty(PGROUPS, np.uint64), _offsets(last)
     following = bounds[:256].copy()
     left = np.full(256, NEVER, np.int64)  # words of the class before its next event
-    total = np.empty(256, np.int64)
-    same, before = np.empty(CHUNK // GROUP, np.uint64), np.empty(CHUNK // GROUP, np.int64)
-    counted = np.empty(256, np.uint8)  # classes with events; the others need no counting
-    number, rare_ones = 0, False
+    same, before = np.empty(GROUPS, np.uint64), np.empty(GROUPS, np.uint16)
+    counted = np.empty(256, np.int64)  # classes with events; the others need no counting
+    number = 0
     for k in range(np.int64(last) + 1):
         if bounds[k] < bounds[k + 1]:
             left[k] = rank[bounds[k]]
-            if k < np.int64(cut):
-                rare_ones = True
-            else:
-                counted[number] = k
-                number += 1
+            counted[number] = k
+            number += 1
     whole = words.size // CHUNK * CHUNK
     for at in range(0, whole, CHUNK):
         _prefetch(words, at + AHEAD)
-        for g in range(CHUNK // GROUP):
-            _classes(words, at + GROUP * g, shift, mask, first, last, classes, GROUP * g)
-        for g in range(CHUNK // GROUP if rare_ones else 0):
-            rare = _below(classes, GROUP * g, np.uint8(cut))
-            while rare != 0:
-                i = GROUP * g + _lowest(rare)
-                rare &= rare - np.uint64(1)
-                k = classes[i]
-                if left[k] == 0:
-                    left[k] += _hit(np.int64(k), at + i, following, bounds, rank, place)
-                left[k] -= 1
+        for g in range(GROUPS):
+            _planes(words, at + GROUP * g, shift, mask, first, last, planes, g)
+        _complement(planes)
         over = np.uint64(0)
         for n in range(number):
             k = counted[n]
-            total[n] = _tally(classes, k)
-            left[k] -= total[n]
+            left[k] -= _number(planes, offsets, k)
             over |= (np.uint64(left[k]) >> np.uint64(63)) << np.uint64(n)
         while over != 0:
-            n = _lowest(over)
+            k = counted[_lowest(over)]
             over &= over - np.uint64(1)
-            k = np.int64(counted[n])
-            passed = np.int64(0)
-            for g in range(CHUNK // GROUP):
-                same[g] = _equal(classes, GROUP * g, np.uint8(k))
-                before[g] = passed
-                passed += _ones(same[g])
+            total = _members(planes, offsets, k, same, before)
             while left[k] < 0:
-                within = left[k] + total[n]
-                g = -1
-                for other in range(CHUNK // GROUP):  # without a branch to guess
-                    g += before[other] <= within
-                bit = _select(same[g], within - before[g], chosen)
+                within = left[k] + total
+                g = _group(before, within)
+                bit = _select(same[g], within - np.int64(before[g]), chosen)
                 left[k] += _hit(k, at + GROUP * g + bit, following, bounds, rank, place)
     for at in range(whole, words.size):
         k = _class(words[at], shift, mask, first, last)
@@ -1071,13 +1117,6 @@ def _hit(k, at, following, bounds, rank, place):
     if j + 1 == bounds[k + 1]:
         return NEVER
     return np.int64(rank[j + 1]) - np.int64(rank[j])
-
-
-@njit(nogil=True, cache=True)
-def place(words, shift, mask, first, last, bounds, rank, chosen, places):
-    """`locate` of a whole block."""
-    cut = sample(words, shift, mask, first, last)
-    return locate(words, shift, mask, first, last, cut, bounds, rank, chosen, places)
 
 
 @njit(nogil=True, cache=True)
