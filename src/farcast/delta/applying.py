@@ -4,6 +4,7 @@ Refuses to leave a tensor half changed: what was written before a block turned o
 made for another base, is taken back.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from farcast.delta.blocks import (
     Changes,
     Layout,
     Places,
+    add,
     move,
     place,
     read_dense,
@@ -26,6 +28,8 @@ from farcast.delta.blocks import (
 from farcast.delta.conditioned import PLAIN, Field, Parameters
 from farcast.delta.crew import Crew
 from farcast.errors import FormatError
+
+_Move = Callable[[Bytes, int, Places, Changes], None]
 
 WRONG_COUNT = "A delta has another number of changes than it says; fetch it again."
 
@@ -39,9 +43,9 @@ class Applied:
         self._whole: list[tuple[slice, Bytes]] = []
         self.changed = 0
 
-    def move(self, span: slice, places: Places, changes: Changes) -> None:
+    def move(self, span: slice, places: Places, changes: Changes, how: _Move = move) -> None:
         """Add changes to words of the bytes `span`. Keeps both arrays."""
-        move(self._buffer[span], self._bits, places, changes)
+        how(self._buffer[span], self._bits, places, changes)
         self._moved.append((span, places, changes))
         self.changed += places.size
 
@@ -195,4 +199,4 @@ class Blob:
             words = old.size * 8 // bits
             events = read_events(self.data, start + 1, end, words, table, most)
             places = place(events, old, bits, table.classes(self.field))
-            applied.move(span, places, events.changes.copy())
+            applied.move(span, places, events.changes.copy(), how=add)

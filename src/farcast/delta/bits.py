@@ -9,6 +9,7 @@ Bits lie in host memory (`TensorBits`) or where a device has them (`farcast.delt
 """
 
 import abc
+import functools
 import math
 import sys
 from collections.abc import Mapping
@@ -194,6 +195,7 @@ class TensorBits(AnyBits):
         return self.data.size == nbytes and self.data.flags.writeable
 
 
+@functools.lru_cache(4096)
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Raw bytes of a tensor. Raises `FormatError` for an unknown dtype or an impossible shape,
     `LimitError` beyond `MAX_TENSOR_BYTES`; allocates nothing."""

@@ -189,9 +189,7 @@ def _counts(builder: Any, members: Any, bits: int) -> Any:
     count = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_MASKS, [_MASKS]), "llvm.ctpop.v8i64"
     )
-    return builder.trunc(
-        builder.call(count, [members]), ir.VectorType(ir.IntType(bits), GROUPS)
-    )
+    return builder.trunc(builder.call(count, [members]), ir.VectorType(ir.IntType(bits), GROUPS))
 
 
 @intrinsic
@@ -375,24 +373,26 @@ def find(old, new, bits, shift, mask, first, last, event_class, event_rank, even
             return -_count(old, new)
         _prefetch(old, at + AHEAD)
         _prefetch(new, at + AHEAD)
-        some = np.uint64(0)
+        busy = np.uint64(0)  # groups with changes
         for g in range(GROUPS):
             masks[g] = _differ(old, new, at + GROUP * g)
-            some |= masks[g]
+            busy |= np.uint64(masks[g] != 0) << np.uint64(g)
             _planes(old, at + GROUP * g, shift, mask, first, last, planes, g)
         _complement(planes)
-        for g in range(GROUPS if some else 0):
+        while busy != 0:  # one loop: its end is all that has to be guessed
+            g = _lowest(busy)
             changed = masks[g]
-            while changed != 0:
-                i = at + GROUP * g + _lowest(changed)
-                under = (changed & (np.uint64(0) - changed)) - np.uint64(1)
-                changed &= changed - np.uint64(1)
-                k = _class(old[i], shift, mask, first, last)
-                _members(planes, offsets, k, same, before)
-                event_class[found] = k
-                event_rank[found] = counts[k] + before[g] + _ones(same[g] & under)
-                event_change[found] = (np.uint64(new[i]) - np.uint64(old[i])) & width
-                found += 1
+            i = at + GROUP * g + _lowest(changed)
+            under = (changed & (np.uint64(0) - changed)) - np.uint64(1)
+            changed &= changed - np.uint64(1)
+            masks[g] = changed
+            busy ^= np.uint64(changed == 0) << np.uint64(g)
+            k = _class(old[i], shift, mask, first, last)
+            _members(planes, offsets, k, same, before)
+            event_class[found] = k
+            event_rank[found] = counts[k] + before[g] + _ones(same[g] & under)
+            event_change[found] = (np.uint64(new[i]) - np.uint64(old[i])) & width
+            found += 1
         left = np.int64(CHUNK)
         for k in range(np.int64(last)):
             number = _number(planes, offsets, k)
@@ -463,10 +463,9 @@ def arrange(found, event_class, event_rank, event_change, bits, bounds, gap, siz
         gap[j] = rank - before[k] - 1
         before[k] = rank
         change = event_change[i]
-        if change > top:
-            size[j] = ((~change & width) << np.uint64(1)) | np.uint64(1)
-        else:
-            size[j] = (change - np.uint64(1)) << np.uint64(1)
+        down = np.uint64(change > top)  # without a branch, which nobody could guess
+        less = ((change - (np.uint64(1) - down)) ^ (np.uint64(0) - down)) & width
+        size[j] = (less << np.uint64(1)) | down
 
 
 @njit(nogil=True, cache=True)
@@ -1117,6 +1116,13 @@ def _hit(k, at, following, bounds, rank, place):
     if j + 1 == bounds[k + 1]:
         return NEVER
     return np.int64(rank[j + 1]) - np.int64(rank[j])
+
+
+@njit(nogil=True, cache=True)
+def add(words, place, change):
+    """Add to the words at `place`, which `place` has bounded, modulo their width."""
+    for j in range(place.size):
+        words[place[j]] += change[j]
 
 
 @njit(nogil=True, cache=True)
