@@ -4,9 +4,9 @@ Nothing here raises, and nothing here trusts a byte: a kernel returns a negative
 input is malformed or its output would not fit, and every index it forms is bounded first.
 
 The speed comes from `_differ` and `_planes`: one call looks at 64 words and answers with 64-bit
-masks, one that tells which of them changed, and one for each bit of their classes. Which words of
-a chunk are of one class is then five masks joined, and words are looked at one by one only where
-they changed.
+masks, one that tells which of them changed, and one for each bit of their classes. Which of a
+chunk's words are of one class is then what two sets of masks have in common, and words are looked
+at one by one only where they changed.
 Only `farcast.delta.blocks` imports this module, and only when it first codes something:
 importing numba takes a second. All kernels stand in one file since numba keeps what it compiled
 by the file a kernel stands in: after a change elsewhere it would go on with the old one.
@@ -17,6 +17,7 @@ by the file a kernel stands in: after a change elsewhere it would go on with the
 # What numba compiles is typed by numba, and an intrinsic takes what numba hands it. The two
 # longest loops read a format from top to bottom; split up they would hide its order.
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,13 @@ GROUPS = 8
 CHUNK = GROUP * GROUPS
 """Words whose classes are counted at once: eight masks, which one vector holds."""
 
-CLASS_BITS = 5
+LOW_BITS, HIGH_BITS = 3, 2
+CLASS_BITS = LOW_BITS + HIGH_BITS
 """Of the number of a class: `MAX_CLASSES` are 32."""
 
-PGROUPS = 2 * CLASS_BITS * GROUPS
-"""Masks of a chunk: those of each bit, eight groups each, and then their complements."""
+PARTS = (1 << LOW_BITS) + (1 << HIGH_BITS)
+"""A class is its low bits and its high bits: two of these sets of words have its words alone in
+common, so that a class more to count takes a load, an `and` and the counting of ones."""
 
 MAX_QUOTIENT = 24
 """A Golomb quotient from here on is written as 24 ones and the whole number: a bound on the cost
@@ -129,9 +132,15 @@ def _planes(
         small = ir.VectorType(ir.IntType(8), GROUP)
         words_ = _vector_at(context, builder, signature.args[0], args[0], args[1])
         lanes = _class_lanes(builder, words_, args[2:6], width)
-        for bit in range(CLASS_BITS):
-            some = builder.and_(lanes, ir.Constant(small, [1 << bit] * GROUP))
-            having = builder.icmp_unsigned("!=", some, ir.Constant(small, [0] * GROUP))
+        for bit in reversed(
+            range(CLASS_BITS)
+        ):  # each in its turn as the sign, which is cheap to ask
+            lanes = (
+                builder.shl(lanes, ir.Constant(small, [8 - CLASS_BITS] * GROUP))
+                if bit == CLASS_BITS - 1
+                else builder.add(lanes, lanes)
+            )
+            having = builder.icmp_signed("<", lanes, ir.Constant(small, [0] * GROUP))
             at = builder.add(args[7], ir.Constant(ir.IntType(64), bit * GROUPS))
             address = _byte_at(context, builder, signature.args[6], args[6], at, 64)
             builder.store(builder.bitcast(having, ir.IntType(64)), address, align=8)
@@ -153,35 +162,44 @@ def _masks_at(context: Any, builder: Any, array_type: Any, array: Any, index: An
 
 
 @intrinsic
-def _complement(typing: Any, planes: Any) -> Any:
-    """Fill the second half of `planes` with the complements of the first."""
+def _parts(typing: Any, planes: Any, out: Any) -> Any:
+    """`out[v * GROUPS :]` = masks of the words of a chunk whose class has v as its low bits, then
+    of those that have v as its high bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for bit in range(CLASS_BITS):
-            having, lacking = (
-                _masks_at(
-                    context, builder, signature.args[0], args[0], ir.Constant(ir.IntType(64), at)
-                )
-                for at in (bit * GROUPS, (CLASS_BITS + bit) * GROUPS)
-            )
-            builder.store(builder.not_(builder.load(having, align=8)), lacking, align=8)
+        def at(which: int, index: int) -> Any:
+            place = ir.Constant(ir.IntType(64), index * GROUPS)
+            return _masks_at(context, builder, signature.args[which], args[which], place)
+
+        having = [builder.load(at(0, bit), align=8) for bit in range(CLASS_BITS)]
+        sides = [(builder.not_(masks), masks) for masks in having]
+        part = 0
+        for bits in (sides[:LOW_BITS], sides[LOW_BITS:]):
+            for value in range(1 << len(bits)):
+                masks = [side[value >> bit & 1] for bit, side in enumerate(bits)]
+                builder.store(reduce(builder.and_, masks), at(1, part), align=8)
+                part += 1
         return context.get_dummy_value()
 
-    return types.void(planes), generate
+    return types.void(planes, out), generate
 
 
-def _members_value(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """Masks of the words of class `args[2]`, given `planes` and `offsets`."""
-    members = None
-    for bit in range(CLASS_BITS):
-        row = builder.mul(args[2], ir.Constant(ir.IntType(64), CLASS_BITS))
-        at = builder.add(row, ir.Constant(ir.IntType(64), bit))
-        start = builder.load(_byte_at(context, builder, signature.args[1], args[1], at, 64))
-        masks = builder.load(
-            _masks_at(context, builder, signature.args[0], args[0], start), align=8
+def _members_value(context: Any, builder: Any, array_type: Any, parts: Any, k: Any) -> Any:
+    """Masks of the words of class `k`."""
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(64), value)
+
+    low = builder.and_(k, constant((1 << LOW_BITS) - 1))
+    high = builder.add(builder.lshr(k, constant(LOW_BITS)), constant(1 << LOW_BITS))
+    both = [
+        builder.load(
+            _masks_at(context, builder, array_type, parts, builder.mul(part, constant(GROUPS))),
+            align=8,
         )
-        members = masks if members is None else builder.and_(members, masks)
-    return members
+        for part in (low, high)
+    ]
+    return builder.and_(*both)
 
 
 def _counts(builder: Any, members: Any, bits: int) -> Any:
@@ -193,15 +211,15 @@ def _counts(builder: Any, members: Any, bits: int) -> Any:
 
 
 @intrinsic
-def _members(typing: Any, planes: Any, offsets: Any, k: Any, out: Any, before: Any) -> Any:
+def _members(typing: Any, parts: Any, k: Any, out: Any, before: Any) -> Any:
     """`out[:GROUPS]` = masks of the words of class `k` in a chunk, `before[g]` = how many of these
     there are before group g. Returns how many there are."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         start = ir.Constant(ir.IntType(64), 0)
-        members = _members_value(context, builder, signature, args)
+        members = _members_value(context, builder, signature.args[0], *args[:2])
         builder.store(
-            members, _masks_at(context, builder, signature.args[3], args[3], start), align=8
+            members, _masks_at(context, builder, signature.args[2], args[2], start), align=8
         )
         counts = _counts(builder, members, 16)
         none = ir.Constant(counts.type, [0] * GROUPS)
@@ -211,13 +229,13 @@ def _members(typing: Any, planes: Any, offsets: Any, k: Any, out: Any, before: A
             lanes = ir.Constant(ir.VectorType(ir.IntType(32), GROUPS), later)
             sums = builder.add(sums, builder.shuffle_vector(none, sums, lanes))
             step *= 2
-        address = _byte_at(context, builder, signature.args[4], args[4], start, 16)
+        address = _byte_at(context, builder, signature.args[3], args[3], start, 16)
         address = builder.bitcast(address, counts.type.as_pointer())
         builder.store(builder.sub(sums, counts), address, align=2)
         total = builder.extract_element(sums, ir.Constant(ir.IntType(32), GROUPS - 1))
         return builder.zext(total, ir.IntType(64))
 
-    return types.int64(planes, offsets, types.int64, out, before), generate
+    return types.int64(parts, types.int64, out, before), generate
 
 
 @intrinsic
@@ -244,11 +262,11 @@ def _group(typing: Any, before: Any, rank: Any) -> Any:
 
 
 @intrinsic
-def _number(typing: Any, planes: Any, offsets: Any, k: Any) -> Any:
+def _number(typing: Any, parts: Any, k: Any) -> Any:
     """How many words of a chunk are of class `k`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        members = _members_value(context, builder, signature, args)
+        members = _members_value(context, builder, signature.args[0], *args)
         word = builder.bitcast(_counts(builder, members, 8), ir.IntType(64))  # at most 64 a byte
 
         def constant(value: int) -> Any:
@@ -259,7 +277,7 @@ def _number(typing: Any, planes: Any, offsets: Any, k: Any) -> Any:
         pairs = builder.add(builder.and_(word, every_other), high)
         return builder.lshr(builder.mul(pairs, constant(0x0001000100010001)), constant(48))
 
-    return types.int64(planes, offsets, types.int64), generate
+    return types.int64(parts, types.int64), generate
 
 
 @intrinsic
@@ -336,17 +354,6 @@ def _class(word, shift, mask, first, last):
 
 
 @njit(nogil=True, cache=True)
-def _offsets(last):
-    """Where in a chunk's planes the masks lie that make up each class, `CLASS_BITS` of each."""
-    offsets = np.empty((np.int64(last) + 1) * CLASS_BITS, np.int64)
-    for k in range(np.int64(last) + 1):
-        for bit in range(CLASS_BITS):
-            lacking = CLASS_BITS * (1 - (k >> bit & 1))
-            offsets[k * CLASS_BITS + bit] = (lacking + bit) * GROUPS
-    return offsets
-
-
-@njit(nogil=True, cache=True)
 def _count(old, new):
     """Words that differ."""
     found = np.int64(0)
@@ -362,7 +369,8 @@ def find(old, new, bits, shift, mask, first, last, event_class, event_rank, even
     and the events are of no use. The event arrays hold a block each.
     """
     counts = np.zeros(256, np.int64)
-    planes, offsets = np.empty(PGROUPS, np.uint64), _offsets(last)
+    planes = np.empty(CLASS_BITS * GROUPS, np.uint64)
+    parts = np.empty(PARTS * GROUPS, np.uint64)
     masks, same = np.empty(GROUPS, np.uint64), np.empty(GROUPS, np.uint64)
     before = np.empty(GROUPS, np.uint16)
     width = _width(bits)
@@ -378,7 +386,7 @@ def find(old, new, bits, shift, mask, first, last, event_class, event_rank, even
             masks[g] = _differ(old, new, at + GROUP * g)
             busy |= np.uint64(masks[g] != 0) << np.uint64(g)
             _planes(old, at + GROUP * g, shift, mask, first, last, planes, g)
-        _complement(planes)
+        _parts(planes, parts)
         while busy != 0:  # one loop: its end is all that has to be guessed
             g = _lowest(busy)
             changed = masks[g]
@@ -388,14 +396,14 @@ def find(old, new, bits, shift, mask, first, last, event_class, event_rank, even
             masks[g] = changed
             busy ^= np.uint64(changed == 0) << np.uint64(g)
             k = _class(old[i], shift, mask, first, last)
-            _members(planes, offsets, k, same, before)
+            _members(parts, k, same, before)
             event_class[found] = k
             event_rank[found] = counts[k] + before[g] + _ones(same[g] & under)
             event_change[found] = (np.uint64(new[i]) - np.uint64(old[i])) & width
             found += 1
         left = np.int64(CHUNK)
         for k in range(np.int64(last)):
-            number = _number(planes, offsets, k)
+            number = _number(parts, k)
             counts[k] += number
             left -= number
         counts[last] += left
@@ -1065,7 +1073,8 @@ def place(words, shift, mask, first, last, bounds, rank, chosen, place):
 
     Returns 0, or MALFORMED where a class has fewer words than its events ask for.
     """
-    planes, offsets = np.empty(PGROUPS, np.uint64), _offsets(last)
+    planes = np.empty(CLASS_BITS * GROUPS, np.uint64)
+    parts = np.empty(PARTS * GROUPS, np.uint64)
     following = bounds[:256].copy()
     left = np.full(256, NEVER, np.int64)  # words of the class before its next event
     same, before = np.empty(GROUPS, np.uint64), np.empty(GROUPS, np.uint16)
@@ -1081,16 +1090,16 @@ def place(words, shift, mask, first, last, bounds, rank, chosen, place):
         _prefetch(words, at + AHEAD)
         for g in range(GROUPS):
             _planes(words, at + GROUP * g, shift, mask, first, last, planes, g)
-        _complement(planes)
+        _parts(planes, parts)
         over = np.uint64(0)
         for n in range(number):
             k = counted[n]
-            left[k] -= _number(planes, offsets, k)
+            left[k] -= _number(parts, k)
             over |= (np.uint64(left[k]) >> np.uint64(63)) << np.uint64(n)
         while over != 0:
             k = counted[_lowest(over)]
             over &= over - np.uint64(1)
-            total = _members(planes, offsets, k, same, before)
+            total = _members(parts, k, same, before)
             while left[k] < 0:
                 within = left[k] + total
                 g = _group(before, within)
