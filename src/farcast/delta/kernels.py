@@ -132,18 +132,13 @@ def _planes(
         small = ir.VectorType(ir.IntType(8), GROUP)
         words_ = _vector_at(context, builder, signature.args[0], args[0], args[1])
         lanes = _class_lanes(builder, words_, args[2:6], width)
-        for bit in reversed(
-            range(CLASS_BITS)
-        ):  # each in its turn as the sign, which is cheap to ask
-            lanes = (
-                builder.shl(lanes, ir.Constant(small, [8 - CLASS_BITS] * GROUP))
-                if bit == CLASS_BITS - 1
-                else builder.add(lanes, lanes)
-            )
+        lanes = builder.shl(lanes, ir.Constant(small, [8 - CLASS_BITS] * GROUP))
+        for bit in reversed(range(CLASS_BITS)):  # each as the sign, which is the cheapest to ask
             having = builder.icmp_signed("<", lanes, ir.Constant(small, [0] * GROUP))
             at = builder.add(args[7], ir.Constant(ir.IntType(64), bit * GROUPS))
             address = _byte_at(context, builder, signature.args[6], args[6], at, 64)
             builder.store(builder.bitcast(having, ir.IntType(64)), address, align=8)
+            lanes = builder.add(lanes, lanes)
         return context.get_dummy_value()
 
     signature = types.void(
