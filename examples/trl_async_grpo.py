@@ -2,6 +2,7 @@
 
     pip install farcast[trl]
     python examples/trl_async_grpo.py            # two minutes on one core, no network
+    python examples/trl_async_grpo.py --folder runs/trl    # killed and started again, it goes on
 
 The trainer publishes a version after each optimizer step. A replica follows and samples the
 `letters` task; here it is a thread, elsewhere it is a process on another continent that shares
@@ -30,6 +31,7 @@ from farcast.engines.chat import ChatCodec
 from farcast.engines.modules import empty_module
 from farcast.engines.transformers_engine import TransformersEngine
 from farcast.interop.trl import FarcastRollouts, FarcastTransfer
+from farcast.interop.trl_resume import RolloutsInCheckpoint, newest_checkpoint
 from farcast.replica.widened import WidenedModule
 from farcast.rollout import Worker, make_environment
 from farcast.store.base import Store
@@ -43,7 +45,7 @@ SAMPLING = SamplingConfig(max_new_tokens=12, batch_groups=4)
 
 
 def main(folder: Path, *, steps: int, model: Path | None = None) -> list[float]:
-    """Train; returns the mean reward that TRL logged for each step."""
+    """Train, or go on; returns the mean reward that TRL logged for each step."""
     model = model or prepare_model(TINY, default_cache())
     store = open_store(folder / "store")
     transfer = FarcastTransfer(Publisher(store, RUN))
@@ -56,12 +58,13 @@ def main(folder: Path, *, steps: int, model: Path | None = None) -> list[float]:
         train_dataset=Dataset.from_dict({"prompt": ["-"] * 1024}),
         weight_transfer=transfer,
         rollout_worker=rollouts,
+        callbacks=[RolloutsInCheckpoint(rollouts)],
     )
     stop = threading.Event()
     replica = threading.Thread(target=sample, args=(store, model, rollouts, stop))
     replica.start()
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=newest_checkpoint(folder / "trl"))
     finally:
         stop.set()
         replica.join()
@@ -84,7 +87,9 @@ def arguments(folder: Path, steps: int) -> AsyncGRPOConfig:
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
         report_to=[],
         disable_tqdm=True,
     )
@@ -156,7 +161,9 @@ def varlen_attention(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--folder", type=Path, help="keep the run here [default: a scratch folder]")
     wanted = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="farcast-trl-") as scratch:
-        for number, reward in enumerate(main(Path(scratch), steps=wanted.steps), 1):
+        rewards = main(wanted.folder or Path(scratch), steps=wanted.steps)
+        for number, reward in enumerate(rewards, 1):
             print(f"step {number}: mean reward {reward:.3f}")

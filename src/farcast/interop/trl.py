@@ -13,8 +13,9 @@ TRL counts syncs and farcast versions. A version carries the number of the sync 
 that joins the two, also when a version never arrived because the store was away.
 
 Refuses to sample and to score: workers do (`farcast.rollout.Worker`). TRL's checkpoints hold
-nothing of a worker that is not its own, so a resumed run reads from the first trajectory on that
-is still in the store; what is too old is dropped, here or by the trainer. Made for TRL 1.16.
+nothing of a worker that is not its own; `trl_resume` adds it. A run that resumes without reads from
+the first trajectory on that is still in the store; what is too old is dropped, here or by the
+trainer. Made for TRL 1.16.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +38,7 @@ from farcast.errors import (
 )
 from farcast.formats import served_bf16
 from farcast.interop.overlapping import Overlapped
+from farcast.interop.trl_resume import RolloutState, packed, unpacked
 from farcast.publish import Publisher
 from farcast.store.archive import Archive
 from farcast.store.base import Store
@@ -108,6 +111,24 @@ class FarcastTransfer:
         self._publisher.close()
 
 
+class CountedQueue(queue.Queue[Any]):
+    """Knows how many were taken out of it."""
+
+    taken = 0
+
+    def _get(self) -> Any:
+        self.taken += 1
+        return super()._get()
+
+
+class _Handed:
+    """A group on its way to the trainer. `end` is the number of samples up to its last one."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.end = 0
+
+
 class FarcastRollouts:
     """`rollout_worker=`: whole groups of what workers sent home, as the trainer's samples.
 
@@ -125,8 +146,9 @@ class FarcastRollouts:
         group_timeout: float = 600.0,
         ahead: int = 64,
     ) -> None:
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=max(ahead, 1))
+        self.rollout_buffer = CountedQueue(maxsize=max(ahead, 1))
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._run_id = run_id
         self._transfer = transfer
         self._archive = Archive(store, run_id)
         self._receiver = TrajectoryReceiver(store, run_id)
@@ -137,6 +159,13 @@ class FarcastRollouts:
         self._manifests: dict[int, tuple[int, str]] = {}
         self._model_version = 0
         self._groups = 0
+        self._reading = threading.Lock()
+        self._handed: deque[_Handed] = deque()
+        """Whole groups that were taken from the batcher, until they are released."""
+        self._keeps = False
+        self._next = 0
+        """Of those, how many were made samples of."""
+        self._samples_made = 0
         self._positions: dict[str, int] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -155,6 +184,43 @@ class FarcastRollouts:
     def position(self, worker_id: str) -> int | None:
         """What a `TrajectorySender` in this process asks for as `position_of_reader`."""
         return self._positions.get(worker_id)
+
+    # --- what its checkpoints hold -----------------------------------------------------------
+
+    @property
+    def taken(self) -> int:
+        """Samples that the trainer took so far."""
+        return self.rollout_buffer.taken
+
+    def keep(self) -> None:
+        """Hold on to groups until `release`: there will be a checkpoint to put them in."""
+        self._keeps = True
+
+    def release(self, trained: int) -> None:
+        """The first `trained` of the samples that were taken need not come again, but for the group
+        of the last of them: a batch that was full leaves that one to the next."""
+        with self._reading:
+            while self._next and self._handed[0].end < trained:
+                self._handed.popleft()
+                self._next -= 1
+
+    def state(self) -> RolloutState:
+        """Where reading stands, and the groups that were read and not released."""
+        with self._reading:
+            return RolloutState(
+                run_id=self._run_id,
+                receiver=self._receiver.state(),
+                batcher=self._batcher.state(now=time.monotonic()),
+                groups=[packed(handed.group, self._run_id) for handed in self._handed],
+            )
+
+    def restore(self, state: RolloutState) -> None:
+        """Continue where `state` was taken. Before `start`."""
+        groups = [unpacked(batches, self._run_id) for batches in state.groups]
+        self._receiver.restore(state.receiver)
+        self._batcher.restore(state.batcher, now=time.monotonic())
+        self._handed = deque(_Handed(group) for group in groups)
+        self._next = 0
 
     # --- what the trainer calls --------------------------------------------------------------
 
@@ -197,11 +263,13 @@ class FarcastRollouts:
             self._failure = error
 
     def _turn(self) -> bool:
-        """Read once and hand over what is whole; whether there was anything."""
+        """Hand over what is whole, then read once; whether there was anything."""
         try:
-            arrived = self._receiver.consume(_READ_AT_ONCE)
-            self._batcher.add(arrived, now=time.monotonic())
-            groups = self._take()
+            self._hand_over()
+            with self._reading:
+                arrived = self._receiver.consume(_READ_AT_ONCE)
+                self._batcher.add(arrived, now=time.monotonic())
+                self._handed += map(_Handed, self._take())
         except BrokenBatchError as error:
             _LOG.warning("%s It is passed over.", error)
             self._receiver.skip(error.worker_id)
@@ -214,8 +282,6 @@ class FarcastRollouts:
         self._heard = time.monotonic()
         self._positions = self._receiver.positions()
         self._report()
-        for group in groups:
-            self._hand_over(group)
         return bool(arrived)
 
     def _take(self) -> list[Group]:
@@ -229,20 +295,35 @@ class FarcastRollouts:
             root_of=self._root_of,
         )
 
-    def _hand_over(self, group: Group) -> None:
-        for sample in self._samples(group):
-            while not self._stopping.is_set():
-                with contextlib.suppress(queue.Full):
-                    self.rollout_buffer.put(sample, timeout=_IDLE_SECONDS)
-                    break
-                self._heard = time.monotonic()  # the trainer is what is waited for
+    def _hand_over(self) -> None:
+        while (samples := self._next_samples()) is not None:
+            for sample in samples:
+                while not self._stopping.is_set():
+                    with contextlib.suppress(queue.Full):
+                        self.rollout_buffer.put(sample, timeout=_IDLE_SECONDS)
+                        break
+                    self._heard = time.monotonic()  # the trainer is what is waited for
+
+    def _next_samples(self) -> list[Any] | None:
+        with self._reading:
+            if self._stopping.is_set() or self._next == len(self._handed):
+                return None
+            handed = self._handed[self._next]
+            samples = self._samples(handed.group)
+            self._next += 1
+            self._samples_made += len(samples)
+            handed.end = self._samples_made
+            if not self._keeps:
+                self._handed.popleft()
+                self._next = 0
+        return samples
 
     def _samples(self, group: Group) -> list[Any]:
         rewards = np.array([member.reward for member in group.members])
         mean, spread = float(rewards.mean()), float(rewards.std())
         number, self._groups = self._groups, self._groups + 1
         oldest = group.oldest_version
-        if oldest is None or self._stopping.is_set():
+        if oldest is None:
             return []  # nothing that the model wrote is in the loss
         late = self._transfer.step - self._manifest(oldest)[0]
         return [
