@@ -140,3 +140,21 @@ def test_a_folder_that_is_gone_is_a_typed_error_and_never_half_a_session(tmp_pat
         journal.settle(Closed("new", "d", []))
     journal.close()
     assert list((tmp_path / "journal").glob("*.log")) == [tmp_path / "journal" / "new.log"]
+
+
+def test_what_went_home_long_ago_leaves_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CLOSED", 3)
+    journal = Journal(tmp_path)
+    every = [Closed(f"s{number}", "d", []) for number in range(7)]
+    for closed in every:
+        journal.settle(closed)
+    journal.close()
+    journal = Journal(tmp_path)
+    assert journal.closed() == every[-3:]
+    journal.settle(Closed("last", "d", []))
+    journal.close()
+    lines = (tmp_path / "closed").read_text().splitlines()
+    assert len(lines) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["closed", "lock"]

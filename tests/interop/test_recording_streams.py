@@ -337,7 +337,7 @@ print(recorder.attach(Outcome(session="s", reward=1.0)), flush=True)
 
 def test_killed_at_any_write_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for stop in (1, 3, 5, 6, 7, 99):
+    for stop in (1, 3, 5, 6, 7, 8, 9, 10, 99):
         folder = tmp_path / str(stop)
         folder.mkdir()
         done = subprocess.run(
@@ -352,6 +352,8 @@ def test_killed_at_any_write_nothing_acknowledged_is_lost(tmp_path: Path) -> Non
         store = open_store(folder / "store")
         journal = Journal(folder / "journal")
         recorder = Recorder(TrajectorySender(store, RUN, "rec"), journal=journal)
+        if recorder.pending:
+            assert recorder.send_pending() == 1
         if told:
             recorder.attach(Outcome(session="s", reward=1.0))
             receiver = TrajectoryReceiver(store, RUN)

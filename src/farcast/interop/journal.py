@@ -140,16 +140,29 @@ class Journal:
             path.unlink(missing_ok=True)
 
     def closed(self) -> list[Closed]:
-        """The last that went home, oldest first; a line that a crash cut short is left out."""
-        try:
-            lines = (self._folder / "closed").read_bytes().splitlines()[-MAX_CLOSED:]
-        except FileNotFoundError:
-            return []
+        """The last that went home, oldest first; a line that a crash cut short is left out. Older
+        ones leave the file where they are many."""
+        path = self._folder / "closed"
+        with self._translated():
+            try:
+                lines = path.read_bytes().splitlines()
+            except FileNotFoundError:
+                return []
+            if len(lines) > 2 * MAX_CLOSED:
+                self._replace(path, b"\n".join([*lines[-MAX_CLOSED:], b""]))
         found = []
-        for line in lines:
+        for line in lines[-MAX_CLOSED:]:
             with contextlib.suppress(msgspec.DecodeError):
                 found.append(msgspec.json.decode(line, type=Closed))
         return found
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        new = path.with_name(f"{path.name}.new")
+        new.unlink(missing_ok=True)
+        self._write(new, data)
+        self._sizes.pop(new, None)
+        new.replace(path)
+        self._sync_folder()
 
     def _path(self, session: str) -> Path:
         if NAME_PATTERN.fullmatch(session) is None:

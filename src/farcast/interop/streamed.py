@@ -12,7 +12,7 @@ import msgspec
 from farcast.interop.answers import Answer, Choice, Logprobs, Message, Provenance, Token
 from farcast.trajectory.wire import MAX_TOKENS
 
-DONE = b"[DONE]"
+DONE = (b"data: [DONE]", b"data:[DONE]")
 MAX_EVENT = 1 << 26
 """A prompt of a million token ids is about 7 MB of JSON."""
 
@@ -91,7 +91,7 @@ class StreamedAnswer:
 
     def _passes(self, line: bytes) -> bool:
         """Look at a line; whether it may pass on now."""
-        if self._end or line.strip() == b"data: " + DONE:
+        if self._end or line.strip() in DONE:
             self._end += line + b"\n"
             return False
         if not self.problem:

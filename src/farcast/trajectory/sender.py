@@ -7,7 +7,8 @@ Rules for writers:
 2. A number that turns out to be taken is read: equal bytes are this writer's own (a reply was
    lost), other bytes are another process with the same worker id, and the next number is tried.
 3. An id that a batch of this worker already holds is not written again. A process knows the ids
-   it wrote, those it met under rule 2, and after a start those of its last `RECALLED_BATCHES`.
+   it wrote, those it met under rule 2, and after a start those of its last `RECALLED_BATCHES`;
+   who was cut off and noted where the sequence stood (`since`) has all batches from there read.
 
 What cannot be put raises, and submitting it again is always safe. A sender that was given a
 folder to spool to holds it on this worker's disk instead, within a limit, for as long as the
