@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from farcast.delta import Patch, TensorBits, apply, blocks, encode, encode_bits, to_bits
 from farcast.delta.bits import BITS_PER_ELEMENT
+from farcast.delta.container import MAX_BLOCK_WORDS
 from farcast.errors import FormatError
 
 DTYPES = sorted(BITS_PER_ELEMENT)
@@ -79,6 +80,22 @@ def test_steps_of_every_size(width: int, share: float) -> None:
     target = base + step.astype(base.dtype)
     dtype = f"U{8 * width}"
     applied(*(TensorBits(dtype, base.shape, words.view(np.uint8)) for words in (base, target)))
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
+def test_any_share_of_a_large_tensor(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as large as users have them, one or two, with more changes than a common table is
+    fitted to or fewer."""
+    monkeypatch.setattr(blocks, "BLOCK_WORDS", MAX_BLOCK_WORDS)
+    chance = np.random.default_rng(3)
+    for words in (3 << 17, 3 << 19):
+        width = BITS_PER_ELEMENT[dtype] // 8
+        base = chance.integers(0, 256, words * width, np.uint8)
+        for share in (1e-5, 1e-3, 0.02, 0.1, 0.2, 0.24, 0.3, 0.6, 1):
+            target = base.copy()
+            target[::width] += chance.random(words) < share
+            data = base.tobytes(), target.tobytes()
+            applied(bits_of(dtype, words * width, data[0]), bits_of(dtype, words * width, data[1]))
 
 
 def test_zero_dimensions_and_nothing_at_all() -> None:

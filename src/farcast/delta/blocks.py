@@ -241,7 +241,8 @@ class Tables:
 
     def add_common(self, blocks: list[Survey], classes: Classes) -> None:
         """A table that suits several blocks together."""
-        step = -(-sum(found.changed for found in blocks) // FITTED_CHANGES)
+        most = -(-sum(found.changed for found in blocks) // FITTED_CHANGES)
+        step = min(most, len(blocks))
         blocks = blocks[step // 2 :: step]
         changed = [found.changed for found in blocks]
         total = sum(changed)
