@@ -21,6 +21,7 @@ from farcast.fleet.presets import run_config
 from farcast.study import corpus, plots, settings, tables
 from farcast.study.corpus import standard_library
 from farcast.study.figures import FIGURES, known_figures
+from farcast.study.folder import MARK
 from farcast.study.replay import replay
 from farcast.study.report import HEADINGS, write_report
 from farcast.study.rows import FIELDS
@@ -131,6 +132,7 @@ def test_what_is_there_is_kept_and_other_settings_are_made_anew(whole: Path) -> 
 
 
 def test_a_damaged_figure_is_made_again(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / MARK).touch()
     (tmp_path / "streams").symlink_to(whole / "streams")
     (tmp_path / "where.json").write_bytes(b"{}")
     record, made = study(tmp_path).figure("where")

@@ -70,11 +70,13 @@ def study(
     from rich.console import Console
     from rich.markdown import Markdown
 
+    from farcast.fleet.claim import claimed
     from farcast.fleet.presets import run_config
     from farcast.study.figures import known_figures
+    from farcast.study.folder import MARK, check_folder
     from farcast.study.report import write_report
     from farcast.study.settings import settings_for
-    from farcast.study.suite import Study
+    from farcast.study.suite import OWN_FILES, Study
     from farcast.study.tables import table
     from farcast.train.models import default_cache, prepare_model
 
@@ -83,12 +85,14 @@ def study(
     run = run_config(name, run_id="study", store="memory://", out=out, seed=seed)
     settings = settings_for(name, quick=quick, seed=seed)
     options.check_writable(json)
+    check_folder(out, OWN_FILES)
     console = Console()
-    folder = prepare_model(name, cache or default_cache(), console.print)
-    with _progress(console) as progress:
-        made = Study(out, folder, run, settings, progress)
-        records = made.figures(names)
-    page = write_report(out, made.held())
+    with claimed(out / MARK, "study"):
+        folder = prepare_model(name, cache or default_cache(), console.print)
+        with _progress(console) as progress:
+            made = Study(out, folder, run, settings, progress)
+            records = made.figures(names)
+        page = write_report(out, made.held())
     options.write_json(json, made.report(records))
     for record in records:
         console.print(Markdown(f"## {record.figure}\n\n{table(record)}"))

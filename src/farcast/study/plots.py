@@ -32,8 +32,8 @@ _WINDOW = 8
 
 
 def plot(record: FigureRecord, path: Path) -> None:
-    """Write the figure's plot; the file's suffix chooses PNG, PDF or SVG. Panels stand two in a
-    row: three would be too small to read where a page shows them 900 pixels wide."""
+    """Write the figure's plot whole; the file's suffix chooses PNG, PDF or SVG. Panels stand two in
+    a row: three would be too small to read where a page shows them 900 pixels wide."""
     panels, draw = _PLOTS[record.figure]
     rows = (panels + 1) // 2
     figure = Figure(
@@ -43,7 +43,9 @@ def plot(record: FigureRecord, path: Path) -> None:
     for unused in axes[panels:]:
         unused.remove()
     draw(axes[:panels], record)
-    figure.savefig(path)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format=path.suffix.removeprefix("."))
+    part.replace(path)
 
 
 def _prepare(axis: Axes, heading: str, x: str, y: str = "") -> None:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from farcast.study.folder import PAGE
 from farcast.study.plots import plot
 from farcast.study.rows import FigureRecord
 from farcast.study.settings import STAGES, StudySettings
 from farcast.study.tables import table
-
-PAGE = "report.md"
 
 
 class Heading(NamedTuple):

@@ -9,7 +9,7 @@ Followed are the tensors of some layers, and rows of the embedding: the model's 
 would fill a disk. Of the run itself, which trains every tensor, all are compared now and then.
 """
 
-import shutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from farcast.config import RunConfig
 from farcast.delta import all_bits, encode_bits
 from farcast.study.cells import chance, widths
 from farcast.study.directions import adamw_direction, kind_of, layer_of, rates, sorted_layers
+from farcast.study.folder import check_folder, clear_folder
 from farcast.study.rows import Row
 from farcast.study.settings import STAGES, StageName, StudySettings
 from farcast.study.stages import Tapped, make_course, make_policy
@@ -31,6 +32,7 @@ Tensors = dict[str, torch.Tensor]
 Progress = Callable[[str, int, int], None]
 
 _STREAM, _START = "stream.json", "start.safetensors"
+_OWN = re.compile(r"stream\.json(\.part)?|start\.safetensors|step-\d{4,}\.safetensors")
 
 
 class StreamRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,16 +105,18 @@ def open_stream(
     progress: Progress,
 ) -> Stream:
     """The stream in `folder`, recorded now unless it is there with these settings."""
+    check_folder(folder)
     try:
         held = Stream(folder)
         if (held.record.settings, held.record.stage) == (settings.stream_key(stage), stage):
             return held
     except (OSError, msgspec.DecodeError):
         pass  # not there, or of another version: it is made anew
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    clear_folder(folder, _OWN)
     record = _Recorder(stage, folder, model, run, settings).run(progress)
-    (folder / _STREAM).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    part = folder / f"{_STREAM}.part"
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    part.replace(folder / _STREAM)
     return Stream(folder)
 
 

@@ -1,10 +1,13 @@
 """Makes figures one by one; what is in the folder already, under the same settings, stays.
 
+.farcast-study     says that a study wrote this folder (see `folder`)
 streams/STAGE/     recorded gradients (see `streams`): may be deleted once all figures are made
 FIGURE.csv         its rows
 FIGURE.json        the same with the settings they were made under
 FIGURE.png         its plot
 report.md          tables and plots of all figures that are there
+
+Refuses a folder that something else wrote.
 """
 
 from collections.abc import Sequence
@@ -14,10 +17,13 @@ import msgspec
 
 from farcast.config import RunConfig
 from farcast.study.figures import FIGURES
+from farcast.study.folder import PAGE, take_folder
 from farcast.study.rows import FigureRecord, StudyReport, write_csv
 from farcast.study.settings import StageName, StudySettings
 from farcast.study.setup import Setup
 from farcast.study.streams import Progress, Stream, open_stream
+
+OWN_FILES = (PAGE, *(f"{name}.{kind}" for name in FIGURES for kind in ("csv", "json", "png")))
 
 
 class Study:
@@ -34,7 +40,7 @@ class Study:
         self._out, self._model, self._run = out, model, run
         self._settings, self._progress = settings, progress
         self._streams: dict[StageName, Stream] = {}
-        out.mkdir(parents=True, exist_ok=True)
+        take_folder(out, OWN_FILES)
 
     def figure(self, name: str) -> tuple[FigureRecord, bool]:
         """The figure's rows, and whether they were made now."""
