@@ -23,8 +23,12 @@ def content(cache: ObjectCache, digest: str) -> bytes | None:
         return file.read()
 
 
+def file_of(folder: Path, digest: str) -> Path:
+    return folder / "objects" / digest[:2] / f"{digest}.{len(ITEMS[digest])}"
+
+
 def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "objects").glob("*/*"))
+    return sorted(path.stem for path in (folder / "objects").glob("*/*"))
 
 
 def test_the_one_unused_for_longest_goes_first(tmp_path: Path) -> None:
@@ -44,13 +48,13 @@ def test_names_and_their_order_outlive_the_process(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, 10_000)
     for number, name in enumerate(NAMES[:4]):
         cache.keep(name, ITEMS[name])
-        os.utime(tmp_path / "objects" / name[:2] / name, (1e9, 1e9 + number))
+        os.utime(file_of(tmp_path, name), (1e9, 1e9 + number))
     content(cache, NAMES[0])  # used last
     (tmp_path / "parts" / "half").write_bytes(b"x" * 100)
     (tmp_path / "objects" / "zz").mkdir()
-    (tmp_path / "objects" / "zz" / NAMES[5]).write_bytes(b"in the wrong place")
+    (tmp_path / "objects" / "zz" / f"{NAMES[5]}.18").write_bytes(b"in the wrong place")
     (tmp_path / "objects" / NAMES[5][:2]).mkdir(exist_ok=True)
-    (tmp_path / "objects" / NAMES[5][:2] / NAMES[5]).symlink_to("/etc/hostname")
+    file_of(tmp_path, NAMES[5]).symlink_to("/etc/hostname")
     again = ObjectCache(tmp_path, 2000)
     assert again.held_bytes == 2000
     assert content(again, NAMES[0]) == ITEMS[NAMES[0]]
@@ -109,9 +113,63 @@ def test_a_full_disk_costs_what_is_oldest_and_then_only_the_keeping(
 def test_what_somebody_else_removed_is_not_there(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, 10_000)
     cache.keep(NAMES[0], ITEMS[NAMES[0]])
-    (tmp_path / "objects" / NAMES[0][:2] / NAMES[0]).unlink()
+    file_of(tmp_path, NAMES[0]).unlink()
     assert content(cache, NAMES[0]) is None
     assert (cache.held_bytes, len(cache)) == (0, 0)
+
+
+@pytest.mark.parametrize("left", [0, 999, 1001], ids=["empty", "cut", "longer"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_file_of_another_length_than_was_kept_is_not_opened(
+    tmp_path: Path, left: int, restarted: bool
+) -> None:
+    cache = ObjectCache(tmp_path, 10_000)
+    for name in NAMES[:2]:
+        cache.keep(name, ITEMS[name])
+    file_of(tmp_path, NAMES[0]).write_bytes((ITEMS[NAMES[0]] + b"!")[:left])
+    if restarted:
+        cache = ObjectCache(tmp_path, 10_000)
+        assert len(cache) == 1
+    assert content(cache, NAMES[0]) is None
+    assert (files(tmp_path), cache.held_bytes, cache.damaged) == ([NAMES[1]], 1000, 1)
+    assert cache.keep(NAMES[0], ITEMS[NAMES[0]])
+    assert content(cache, NAMES[0]) == ITEMS[NAMES[0]]
+
+
+def test_what_an_older_relay_kept_without_a_length_is_fetched_anew(tmp_path: Path) -> None:
+    (tmp_path / "objects" / NAMES[0][:2]).mkdir(parents=True)
+    (tmp_path / "objects" / NAMES[0][:2] / NAMES[0]).write_bytes(ITEMS[NAMES[0]])
+    cache = ObjectCache(tmp_path, 10_000)
+    assert (files(tmp_path), len(cache), cache.damaged) == ([], 0, 0)
+
+
+def test_of_two_lengths_of_one_digest_the_one_used_last_is_taken(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 10_000)
+    cache.keep(NAMES[0], ITEMS[NAMES[0]])
+    other = file_of(tmp_path, NAMES[0]).with_suffix(".3")
+    other.write_bytes(b"abc")
+    os.utime(other, (1, 1))
+    again = ObjectCache(tmp_path, 10_000)
+    assert (again.held_bytes, len(again), other.exists()) == (1000, 1, False)
+    assert content(again, NAMES[0]) == ITEMS[NAMES[0]]
+
+
+def test_a_slow_reader_of_a_rotten_file_does_not_drop_the_one_that_came_since(
+    tmp_path: Path,
+) -> None:
+    cache = ObjectCache(tmp_path, 10_000)
+    cache.keep(NAMES[0], ITEMS[NAMES[0]])
+    first, second = cache.open(NAMES[0]), cache.open(NAMES[0])
+    assert first is not None
+    assert second is not None
+    cache.drop_damaged(NAMES[0], first)
+    assert cache.open(NAMES[0]) is None
+    cache.keep(NAMES[0], ITEMS[NAMES[0]])
+    cache.drop_damaged(NAMES[0], second)
+    assert content(cache, NAMES[0]) == ITEMS[NAMES[0]]
+    assert cache.damaged == 1
+    for held in (first, second):
+        os.close(held.descriptor)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

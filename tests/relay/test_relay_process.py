@@ -168,22 +168,68 @@ def test_what_the_store_does_not_have_or_has_damaged(world: World) -> None:
     assert "answers with status 502" in said[0]
 
 
-def test_a_disk_that_rots_is_found_out_and_made_good(world: World) -> None:
+def kept(relay: RelayProcess, digest: str) -> Path:
+    (path,) = (relay.folder / "objects").glob(f"*/{digest}.*")
+    return path
+
+
+def spoil(path: Path, left: int | None) -> None:
+    """Change one byte, or cut a file to `left`."""
+    data = path.read_bytes()
+    changed = bytes([data[0] ^ 1]) + data[1:]
+    path.write_bytes(changed if left is None else data[:left])
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_disk_that_rots_is_found_out_and_made_good(world: World, restarted: bool) -> None:
+    """More than one part has left before the hash is wrong: the answer breaks off."""
     digest, data = world.put(1)
     relay = world.relay()
     assert relay.ask(digest).body == data
-    path = relay.folder / "objects" / digest[:2] / digest
-    path.write_bytes(data[:-1] + b"!")
-    reader, behind, said = world.reader(relay)
-    assert reader.get(f"objects/{digest}", max_bytes=SIZE) == data
-    assert behind.traffic.requests["get"] == 1  # nothing whole was to be had there
-    assert "does not answer" in said[0]
+    for before in range(2):
+        spoil(kept(relay, digest), None)
+        if restarted:
+            relay.kill()
+            relay = world.relay(name=f"again{before}")
+        if before:
+            answer = relay.ask(digest)
+            assert answer.headers["incomplete"] == "yes"
+            assert len(answer.body) < int(answer.headers["content-length"]) == SIZE
+        else:
+            reader, behind, said = world.reader(relay)
+            assert reader.get(f"objects/{digest}", max_bytes=SIZE) == data
+            assert behind.traffic.requests["get"] == 1  # nothing whole was to be had there
+            assert "does not answer" in said[0]
+        answer = relay.ask(digest)
+        assert (answer.body, "incomplete" in answer.headers) == (data, False)
+        assert kept(relay, digest).read_bytes() == data
+    assert metric(relay, "farcast_relay_damaged_total") == (1 if restarted else 2)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("size", "left"),
+    [(SIZE, 0), (SIZE, SIZE // 2), (1000, 0), (1000, 999), (1000, None)],
+    ids=["empty", "half", "small-empty", "small-cut", "small-rotten"],
+)
+def test_what_is_cut_or_short_enough_to_hash_first_costs_no_reader_anything(
+    world: World, size: int, left: int | None, restarted: bool
+) -> None:
+    digest, data = world.put(1, size)
+    relay = world.relay()
     assert relay.ask(digest).body == data
-    assert path.read_bytes() == data
-    path.write_bytes(data[: SIZE // 2])
-    assert relay.ask(digest).body != data
-    assert relay.ask(digest).body == data
-    assert metric(relay, "farcast_relay_damaged_total") == 2
+    spoil(kept(relay, digest), left)
+    if restarted:
+        relay.kill()
+        relay = world.relay(name="again")
+        assert ("1 objects were cut on the disk" in relay.said()) == (left is not None)
+    for _ in range(2):
+        reader, behind, said = world.reader(relay)
+        assert reader.get(f"objects/{digest}", max_bytes=SIZE) == data
+        assert (behind.traffic.total_requests, said) == (0, [])
+    assert kept(relay, digest).read_bytes() == data
+    assert metric(relay, "farcast_relay_damaged_total") == 1
+    assert metric(relay, "farcast_relay_from_disk_total") == 1
 
 
 def test_a_relay_killed_in_the_middle_costs_nobody_anything_but_the_line(world: World) -> None:
@@ -227,7 +273,7 @@ def test_a_full_disk_makes_a_relay_pass_on_what_it_cannot_keep(world: World) -> 
         relay = world.relay("--size", "1GB")
         assert relay.ask(first).body == one
         assert relay.ask(second).body == two  # in the place of the first
-        assert [p.name for p in (relay.folder / "objects").glob("*/*")] == [second]
+        assert [p.stem for p in (relay.folder / "objects").glob("*/*")] == [second]
         assert relay.ask(third).body == three
         assert relay.ask(third).body == three
         assert "without being kept: No space left on device" in relay.said()

@@ -1,12 +1,13 @@
 """Objects on disk by digest, within a limit of bytes; the one unused for longest goes first.
 
-    <folder>/lock                      held by the one relay that works here
-    <folder>/objects/ab/ab12...ef      an object: its name is the digest of its bytes
-    <folder>/parts/...                 being written; removed at the next start
+    <folder>/lock                           held by the one relay that works here
+    <folder>/objects/ab/ab12...ef.3000000   an object: the digest of its bytes, and their number
+    <folder>/parts/...                      being written; removed at the next start
 
 An object is whole and synced before it gets its name, and names outlive the process: a relay that
-was killed goes on with what it had. Which one was used last is its file's time of change. What is
-read is hashed on its way out (`farcast.relay.serving`), so a disk that rots is found out.
+was killed goes on with what it had. Which one was used last is its file's time of change. A file
+that is not as long as its name says is removed at the start, or when it is opened. What is read is
+hashed on its way out (`farcast.relay.serving`), so a disk that rots is found out.
 
 Refuses names that are no digests, a folder that holds anything else, and to fail because of a
 disk: what cannot be kept is not kept, and `trouble` says why.
@@ -26,11 +27,14 @@ from typing import NamedTuple
 from farcast.errors import ConfigError, InvalidKeyError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"([0-9a-f]{64})(?:\.([0-9]{1,12}))?")
+"""Without a number, the file is of a relay that did not write it yet."""
+
 _OWN = {"lock", "objects", "parts"}
 
 
 class Held(NamedTuple):
-    """An open object: `descriptor` is the caller's to close."""
+    """An open object, of the size that it was kept with: `descriptor` is the caller's to close."""
 
     descriptor: int
     size: int
@@ -52,6 +56,8 @@ class ObjectCache:
         """The one unused for longest is the first."""
         self._bytes = 0
         self.evicted = 0
+        self.damaged = 0
+        """Found cut or rotten on the disk, and removed."""
         self.trouble = ""
         """Why the last object that could not be kept was not, "" if it was."""
         check_folder(folder)
@@ -72,23 +78,31 @@ class ObjectCache:
 
     def open(self, digest: str) -> Held | None:
         """The object as it was kept, None if it is not here. Counts as a use."""
-        path = self._path(digest)
+        self._check(digest)
         with self._lock:
             if digest not in self._sizes:
                 return None
             self._sizes.move_to_end(digest)
+            size = self._sizes[digest]
         try:
+            path = self._path(digest, size)
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # somebody tidied up
             self.drop(digest)
             return None
+        held = Held(descriptor, size)
+        if os.fstat(descriptor).st_size != size:
+            self.drop_damaged(digest, held)
+            os.close(descriptor)
+            return None
         with contextlib.suppress(OSError):  # the order of a disk that takes no more stays
             os.utime(descriptor)
-        return Held(descriptor, os.fstat(descriptor).st_size)
+        return held
 
     def keep(self, digest: str, data: bytes) -> bool:
         """Keep verified bytes; others go for them. False if there is no room, with `trouble`."""
-        path = self._path(digest)
+        self._check(digest)
+        path = self._path(digest, len(data))
         if len(data) > self._limit:
             self.trouble = "it is larger than the whole cache"
             return False
@@ -115,17 +129,33 @@ class ObjectCache:
 
     def drop(self, digest: str) -> None:
         """Forget an object, and remove it."""
+        self._check(digest)
         with self._lock:
-            self._bytes -= self._sizes.pop(digest, 0)
-        with contextlib.suppress(OSError):
-            self._path(digest).unlink()
+            size = self._sizes.pop(digest, None)
+            self._bytes -= size or 0
+        if size is not None:
+            with contextlib.suppress(OSError):
+                self._path(digest, size).unlink()
+
+    def drop_damaged(self, digest: str, held: Held) -> None:
+        """Drop what was opened and found to be wrong; not what came in its place since."""
+        try:
+            there = self._path(digest, held.size).lstat()
+        except OSError:
+            return
+        if os.path.samestat(there, os.fstat(held.descriptor)):
+            with self._lock:
+                self.damaged += 1
+            self.drop(digest)
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _path(self, digest: str) -> Path:
+    def _check(self, digest: str) -> None:
         if not is_digest(digest):
             raise InvalidKeyError(f"{digest[:80]!r} is not an object's digest.")
-        return self._objects / digest[:2] / digest
+
+    def _path(self, digest: str, size: int) -> Path:
+        return self._objects / digest[:2] / f"{digest}.{size}"
 
     def _make_room(self, most: int) -> None:
         """Let go of what was unused for longest until `most` bytes are left."""
@@ -154,11 +184,18 @@ class ObjectCache:
     def _take_in(self) -> None:
         found = []
         for path in self._objects.glob("??/*"):
-            status = path.lstat()
-            regular = stat.S_ISREG(status.st_mode) and is_digest(path.name)
-            if regular and path.parent.name == path.name[:2]:
-                found.append((status.st_mtime_ns, path.name, status.st_size))
+            named, status = _FILE.fullmatch(path.name), path.lstat()
+            if not named or named[1][:2] != path.parent.name or not stat.S_ISREG(status.st_mode):
+                continue  # not of a relay
+            digest, size = named[1], status.st_size
+            if path != self._path(digest, size):
+                self.damaged += named[2] is not None
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                continue
+            found.append((status.st_mtime_ns, digest, size))
         for _, digest, size in sorted(found):
+            self.drop(digest)  # two lengths of one digest: one of them is wrong
             self._sizes[digest] = size
             self._bytes += size
         self._make_room(self._limit)

@@ -42,8 +42,6 @@ class Tally:
     bytes_out: int = 0
     unkept: int = 0
     """Served, and not kept: the disk was full."""
-    damaged: int = 0
-    """Found damaged on the disk, and removed."""
 
 
 class Fetcher:

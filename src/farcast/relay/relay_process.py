@@ -72,6 +72,8 @@ async def _serve(
     listener = Listener(relay.handle, options.host, options.port)
     await listener.start()
     say(f"listens on {listener.url} with {len(cache)} objects at hand")
+    if cache.damaged:
+        say(f"{cache.damaged} objects were cut on the disk, and are fetched anew when asked for")
     try:
         while not stop.requested:
             await asyncio.sleep(STOP_SECONDS)
@@ -97,7 +99,7 @@ def _show(traffic: Traffic, tally: Tally, cache: ObjectCache, fetcher: Fetcher) 
     count("farcast_relay_store_bytes", "Bytes read from the store.", lambda: tally.bytes_in)
     count("farcast_relay_sent_bytes", "Bytes given to neighbours.", lambda: tally.bytes_out)
     count("farcast_relay_unkept", "Passed on without being kept.", lambda: tally.unkept)
-    count("farcast_relay_damaged", "Found damaged on the disk.", lambda: tally.damaged)
+    count("farcast_relay_damaged", "Found damaged on the disk.", lambda: cache.damaged)
     count("farcast_relay_evicted", "Gone for others.", lambda: cache.evicted)
     gauge("farcast_relay_bytes", "Bytes on the disk.", lambda: float(cache.held_bytes))
     gauge("farcast_relay_objects", "Objects on the disk.", lambda: float(len(cache)))

@@ -1,7 +1,8 @@
 """A relay's HTTP side.
 
     GET /objects/<digest>    200  the object, hashed as it goes; its last part is held back until
-                                  the hash is right, so nobody gets a whole answer that is wrong
+                                  the hash is right, so nobody gets a whole answer that is wrong:
+                                  the connection is closed before its end
                              202  it is on its way here: ask again
                              404  the store has no such object, or that is no digest
                              413  it is over the limit for objects
@@ -16,7 +17,7 @@ but objects: a manifest says what is newest, and that is asked of the store itse
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from aiohttp import web
@@ -94,8 +95,10 @@ class Relay:
         for _ in range(TRIES):
             held = await asyncio.to_thread(self._cache.open, digest)
             if held is not None:
-                self._tally.from_disk += not came
-                return await self._pass_on(request, digest, held)
+                answer = await self._pass_on(request, digest, held)
+                if answer is not None:
+                    self._tally.from_disk += not came
+                    return answer
             if self._fetcher.under_way >= MAX_FLIGHTS:
                 break
             flight, came = self._fetcher.flight(digest), True
@@ -113,34 +116,49 @@ class Relay:
 
     async def _pass_on(
         self, request: web.BaseRequest, digest: str, held: Held
-    ) -> web.StreamResponse:
+    ) -> web.StreamResponse | None:
+        """None where it was found damaged before anything of it had left."""
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(held.size)}
         response = web.StreamResponse(headers=headers)
         try:
-            await begin(request, response)
-            hasher, offset, last = blake3(), 0, b""
-            while offset < held.size:
-                chunk = await asyncio.to_thread(_read, held.descriptor, offset, hasher)
-                if not chunk:
-                    break
+            last = b""
+            async for chunk in _hashed(held, digest):
                 if last:
-                    await send(request, response, last)
-                offset, last = offset + len(chunk), chunk
-            if offset != held.size or hasher.hexdigest() != digest:
-                raise _DamagedError
-            if last:
-                await send(request, response, last)
+                    await _send(request, response, last)
+                last = chunk
+            await _send(request, response, last)
             await end(response)
         except (OSError, _DamagedError):
-            self._tally.damaged += 1
             self._tell(f"{digest[:12]} is damaged on the disk, and fetched anew when asked for")
-            await asyncio.to_thread(self._cache.drop, digest)
+            await asyncio.to_thread(self._cache.drop_damaged, digest, held)
+            if not response.prepared:
+                return None
             request.protocol.force_close()  # without its last part: it is not whole
         else:
             self._tally.bytes_out += held.size
         finally:
             os.close(held.descriptor)
         return response
+
+
+async def _send(request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:
+    if not response.prepared:
+        await begin(request, response)
+    if data:
+        await send(request, response, data)
+
+
+async def _hashed(held: Held, digest: str) -> AsyncIterator[bytes]:
+    """The object in parts; raises `_DamagedError` at the end if they are not what it names."""
+    hasher, offset = blake3(), 0
+    while offset < held.size:
+        chunk = await asyncio.to_thread(_read, held.descriptor, offset, hasher)
+        if not chunk:
+            break
+        offset += len(chunk)
+        yield chunk
+    if offset != held.size or hasher.hexdigest() != digest:
+        raise _DamagedError
 
 
 class _DamagedError(Exception):
