@@ -5,13 +5,15 @@ threads: a tiny model learns `letters`, one replica samples and follows, and bot
 store only through emulated links of their own. Runs with and without the link take turns, so that
 what else this machine does meets both.
 
-    trainer_blocked_fraction      time the loop waited for publishing, of the time of its steps; the
-                                  wait for the last version, which no step follows, is told apart
+    trainer_blocked_fraction      time the loop waited for publishing, of the time of its steps
     tokens_per_s_linked_over_free tokens trained on per second, with the link over without
     curve_gap                     mean reward of the last steps, with the link minus without
     curve_spread                  how far runs without the link differ among seeds (max - min)
 
-The first step is not timed: a replica first has to fetch all of version 0.
+A step is timed from one report to the next, and one is reported when its version is durable and
+the next has found its gradients. Two are not timed: the first, for which a replica has to fetch
+all of version 0, and the last, whose version is waited for since no step follows to hide it. That
+wait comes once a run, however long the run, and is told apart.
 """
 
 import threading
@@ -52,8 +54,8 @@ LAST = 4
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Sums are over all steps but the first; `blocked_seconds` is without the wait for
-    the last version, `last_wait_seconds`."""
+    """One run. Sums are over the timed steps, all but the first and the last;
+    `last_wait_seconds` is the wait for the last version."""
 
     linked: bool
     seed: int
@@ -100,8 +102,8 @@ def measure_training(
 ) -> TrainingReport:
     """Each seed with the link and without, the order turning with each seed."""
     model, runs = prepare_model(TINY, cache), []
-    say("training: two steps before the clock runs")  # kernels are compiled on their first use
-    run_once(folder / "first", model, None, steps=2, seed=0)
+    say("training: three steps before the clock runs")  # kernels are compiled on their first use
+    run_once(folder / "first", model, None, steps=3, seed=0)
     for place, seed in enumerate(seeds):
         for linked in (True, False) if place % 2 else (False, True):
             say(f"training: seed {seed} {'with' if linked else 'without'} the link")
@@ -208,16 +210,16 @@ class _TrainerSide:
         self._receiver.close()
 
     def outcome(self, *, linked: bool) -> RunOutcome:
-        first, *rest = self._steps
-        reports = [step.report for step in rest]
+        first, *timed, last = self._steps
+        reports = [step.report for step in timed]
         return RunOutcome(
             linked=linked,
             seed=self._config.train.seed,
             tokens=sum(report.tokens for report in reports),
-            seconds=rest[-1].ended - first.ended,
+            seconds=timed[-1].ended - first.ended,
             step_seconds=sum(report.step_seconds for report in reports),
-            blocked_seconds=sum(report.blocked_seconds for report in reports[:-1]),
-            last_wait_seconds=reports[-1].blocked_seconds,
+            blocked_seconds=sum(report.blocked_seconds for report in reports),
+            last_wait_seconds=last.report.blocked_seconds,
             waited_seconds=sum(report.waited_seconds for report in reports),
             bytes_sent=sum(report.published.bytes_sent for report in reports),
             staleness_mean=fmean(report.staleness_mean for report in reports),

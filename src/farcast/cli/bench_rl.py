@@ -26,7 +26,7 @@ def rl(
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each of those.")] = 256,
     steps: Annotated[
         int, typer.Option(metavar="N", min=4, help="Optimizer steps of each training run.")
-    ] = 16,
+    ] = 32,
     seeds: Annotated[
         int, typer.Option(metavar="N", min=2, help="Training runs with and without link.")
     ] = 3,
