@@ -3,17 +3,22 @@
 Every record is bounded when read, decoded strictly, and checked against the key it stood under,
 so that a stray object cannot pose as another replica's. A record that fails this is reported to
 who asked, by key, and the others are read all the same: no stray file may blind or stop a run.
+Anybody who may write to the store may leave records of replicas, so of these a bounded number is
+read, those that were written last: a replica that lives rewrites its own every second.
 Refuses to overwrite evidence: a step record or a receipt is put once, and a second one that says
 something else is an error.
 """
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from farcast.errors import (
     FormatError,
+    LimitError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreUnavailableError,
@@ -29,6 +34,7 @@ from farcast.fleet.records import (
     TrainerRecord,
 )
 from farcast.store.base import ObjectInfo, Store
+from farcast.store.transfers import in_parallel
 
 TRAINER_KEY = "fleet/trainer.json"
 REPLICAS_PREFIX = "fleet/replicas/"
@@ -37,6 +43,15 @@ RECEIPTS_PREFIX = "fleet/receipts/"
 CLOCK_PREFIX = "fleet/clock/"
 _CLOCK_KEY = f"{CLOCK_PREFIX}mark"
 _BEFORE_TRAINER = "fleet/trainer"
+
+MAX_REPLICAS = 4096
+"""Records of replicas that one look reads: at 16 KiB each these are 64 MiB at most."""
+
+MAX_LISTED = 1 << 17
+"""Records of replicas that one look lists: 131 requests to S3."""
+
+READERS = 16
+"""Records read at the same time: 4,096 of them, 50 ms away, then take 13 seconds."""
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -98,11 +113,29 @@ class Registry:
         self._store.put(_replica_key(record), msgspec.json.encode(record))
 
     def replicas(self, *, damaged: Damaged = refuse) -> dict[str, Sighting]:
-        """Every replica that ever wrote a record, by id."""
-        return {
-            record.replica_id: Sighting(record, info.modified)
-            for info, record in self._all(REPLICAS_PREFIX, ReplicaRecord, _replica_key, damaged)
-        }
+        """Every replica that ever wrote a record, by id; of more than `MAX_REPLICAS` those whose
+        records were written last. That there are more is told as damage of the folder."""
+        infos, left = _written_last(self._store.list(REPLICAS_PREFIX))
+        if left:
+            damaged(
+                REPLICAS_PREFIX,
+                LimitError(
+                    f"{REPLICAS_PREFIX} holds at least {left} records beyond the {MAX_REPLICAS} that "
+                    "were written last and are read; remove those of replicas that are gone."
+                ),
+            )
+
+        def read(info: ObjectInfo) -> ReplicaRecord | FormatError | None:
+            return self._checked(info, ReplicaRecord, _replica_key)
+
+        found: dict[str, Sighting] = {}
+        workers = min(READERS, 1 + len(infos) // 8)  # a small fleet is not worth threads
+        for info, record in zip(infos, in_parallel(read, infos, workers=workers), strict=True):
+            if isinstance(record, FormatError):
+                damaged(info.key, record)
+            elif record is not None:
+                found[record.replica_id] = Sighting(record, info.modified)
+        return found
 
     def put_step(self, record: StepRecord) -> None:
         """Put a step's record once; the same record again is no error."""
@@ -142,15 +175,24 @@ class Registry:
         start_after: str | None = None,
     ) -> Iterator[tuple[ObjectInfo, _T]]:
         for info in self._store.list(prefix, start_after=start_after):
-            try:
-                record = self._read(info.key, kind)
-                if record is not None:
-                    _check_key(info.key, key_of(record))
-            except FormatError as error:
-                damaged(info.key, error)
-                continue
-            if record is not None:
+            record = self._checked(info, kind, key_of)
+            if isinstance(record, FormatError):
+                damaged(info.key, record)
+            elif record is not None:
                 yield info, record
+
+    def _checked(
+        self, info: ObjectInfo, kind: type[_T], key_of: Callable[[_T], str]
+    ) -> _T | FormatError | None:
+        """The record of that kind under its own key, what is wrong with it, or None if it has
+        gone."""
+        try:
+            record = self._read(info.key, kind)
+            if record is not None:
+                _check_key(info.key, key_of(record))
+        except FormatError as error:
+            return error
+        return record
 
     def _put_once(self, key: str, record: _T, kind: type[_T]) -> None:
         try:
@@ -173,6 +215,20 @@ class Registry:
             raise FormatError(
                 f"The record {key} is not valid ({error}); delete it or restore it from a backup."
             ) from error
+
+
+def _written_last(listed: Iterator[ObjectInfo]) -> tuple[list[ObjectInfo], int]:
+    """Those that are read, in order of key, and how many more there are."""
+    count = 0
+
+    def counted() -> Iterator[ObjectInfo]:
+        nonlocal count
+        for info in islice(listed, MAX_LISTED):
+            count += 1
+            yield info
+
+    newest = heapq.nlargest(MAX_REPLICAS, counted(), key=lambda info: info.modified)
+    return sorted(newest), count - len(newest)
 
 
 def _replica_key(record: ReplicaRecord) -> str:
