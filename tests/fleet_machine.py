@@ -24,7 +24,7 @@ from farcast.errors import (
 from farcast.lineage import decode_manifest, parse_version_key
 from farcast.publish import Publisher
 from farcast.replica import MemoryTarget, Staged, Subscriber
-from farcast.replica.subscriber import RELIST_EVERY
+from farcast.replica.subscriber import LOOK_EVERY
 from farcast.store import MemoryStore
 from farcast.store.archive import Archive
 from farcast.store.testing import (
@@ -99,14 +99,14 @@ class Fleet(Versions):
     @rule(place=PLACES)
     def follow(self, place: int) -> None:
         """Where nothing is wrong, the newest version is reached; by who was overtaken by a
-        collection, once it lists again."""
+        collection, once it looks further."""
         replica = self.replicas[place]
         before = replica.target.ref
         newest = Archive(self.store, RUN).newest()
         overtaken = before is not None and before.version + 1 not in self._versions()
         try:
             ref = replica.pull()
-            for _ in range(RELIST_EVERY + 1 if overtaken else 0):
+            for _ in range(LOOK_EVERY if overtaken else 0):
                 ref = replica.pull()
         except FarcastError:
             assert self.rotten or replica.lied_to

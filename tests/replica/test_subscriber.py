@@ -15,6 +15,7 @@ from farcast.errors import (
 )
 from farcast.lineage import ObjectRef, encode_manifest, object_key, version_key
 from farcast.replica import MemoryTarget, Progress, SyncStats
+from farcast.replica.subscriber import LATE_SECONDS, LOOK_EVERY
 from farcast.store.archive import Archive
 from farcast.store.testing import Fail, Rule, Stale
 from version_world import RUN, bits_of
@@ -85,9 +86,53 @@ def test_a_replica_that_slept_past_the_retention_finds_the_newest() -> None:
     for _ in range(9):
         world.publish()
     prune(world, keep_from=9)
-    for _ in range(40):  # version 1 by its key is gone; sooner or later it lists
-        ref = subscriber.sync()
-    assert ref == world.refs[9]
+    assert subscriber.sync() == world.refs[0]  # version 1 by its key is gone, as if it were to come
+    assert subscriber.sync() == world.refs[9]
+    assert held(target) == bits_of(weights(9))
+
+
+@pytest.mark.parametrize("quiet", [0, 3, 40])
+def test_who_was_away_for_long_is_back_with_its_first_poll(quiet: int) -> None:
+    """However long nothing was new before: a machine slept, or its line was down."""
+    world, target, now = World(anchor_every=3), MemoryTarget(), 0.0
+    world.publish()
+    subscriber = world.subscriber(target, clock=lambda: now)
+    for _ in range(1 + quiet):
+        subscriber.sync()
+        now += 1
+    for _ in range(9):
+        world.publish()
+    prune(world, keep_from=9)
+    now += LATE_SECONDS
+    assert subscriber.sync() == world.refs[9]
+
+
+def test_an_idle_follower_lists_ever_more_rarely_and_looks_at_its_own_version() -> None:
+    world = World()
+    world.publish()
+    subscriber = world.subscriber(MemoryTarget())
+    subscriber.sync()
+    before = world.store.counts()
+    for _ in range(4096):
+        assert subscriber.stage() is None
+    spent = {verb: count - before.get(verb, 0) for verb, count in world.store.counts().items()}
+    assert spent.pop("put", 0) == 0
+    assert spent.pop("list") == 8  # after 32, 64 and so on
+    assert sum(spent.values()) < 4096 * 1.04
+
+
+def test_a_version_removed_out_of_turn_is_passed_by_a_list() -> None:
+    world, target = World(anchor_every=3), MemoryTarget()
+    for _ in range(2):
+        world.publish()
+    subscriber = world.subscriber(target)
+    subscriber.sync()
+    for _ in range(2):
+        world.publish()
+    world.store.delete(version_key(2))  # out of turn: version 1 is still there
+    for _ in range(LOOK_EVERY - 1):
+        assert subscriber.stage() is None
+    assert subscriber.sync() == world.refs[3]
 
 
 def test_a_base_that_was_changed_is_the_targets_fault_and_heals_from_an_anchor() -> None:

@@ -3,8 +3,8 @@
 Each replica is a real `Subscriber` with the real `Pace`; only the clock is made up, and a request
 takes no time. All start in the same moment, the worst case. What is asked:
 
-    requests         per replica and version, without the single one of each poll that found
-                     nothing; the question right after a version, whether there is more, counts
+    requests         per replica and version, without those of polls that found nothing; the
+                     question right after a version, whether there is more, counts
     polls            from publication until the last replica is live; with failing calls too
     lists            after the start: none
     first tries      the largest share of replicas that first ask for a version in the same tenth
@@ -70,10 +70,12 @@ class _Replica:
         if self.version < newest:
             self.polls[newest] += 1
             self.first_tries.setdefault(newest, now - published)
+        before = self.requests
         try:
             staged = self.subscriber.stage()
             if staged is None:
-                self.quiet += self.version >= 0 and not self.moved
+                if self.version >= 0 and not self.moved:
+                    self.quiet += self.requests - before
                 self.moved = False
                 return now + self.pace.after_quiet()
             self.version = self.subscriber.commit(staged).version

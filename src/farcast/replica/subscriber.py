@@ -57,9 +57,15 @@ LOOK_BACK = 64
 """Versions before the newest that are compared with a target of unknown content: one request
 each, where a full copy is the other choice."""
 
-RELIST_EVERY = 32
-"""Polls without news after which the store is listed: the next version by key may have been
-removed before this replica asked for it."""
+LOOK_EVERY = 32
+"""Polls in a row without news after which a replica asks whether its own version is still there,
+and before that after 2, 4, 8 and 16. If it was removed, so was the next one before this replica
+asked for it, and the store is listed. The second poll finds who was overtaken since the last news;
+together they make three requests in a hundred."""
+
+LATE_SECONDS = 30.0
+"""Time since the last answer after which it asks at once: it slept, or the store was away, and
+meanwhile a run may have gone far. Who polls as rarely as this can afford the request."""
 
 
 class Subscriber:
@@ -107,7 +113,9 @@ class Subscriber:
         self._target = target
         self._stager = Stager(self._archive, target, on_progress)
         self._costs = costs
+        self._clock = clock
         self._quiet_polls = 0
+        self._answered = clock()
         self._last = SyncStats()
         self._totals = SyncStats()
 
@@ -253,10 +261,26 @@ class Subscriber:
 
     def _newest(self) -> Manifest | None:
         before = self._target.ref
-        newest = self._archive.newest(relist=self._quiet_polls >= RELIST_EVERY)
-        quiet = before is not None and newest is not None and newest.version <= before.version
-        self._quiet_polls = (self._quiet_polls + 1) % (RELIST_EVERY + 1) if quiet else 0
+        newest = self._archive.newest()
+        if not _is_quiet(newest, before):
+            self._quiet_polls = 0
+        else:
+            self._quiet_polls += 1
+            if self._looks_further():
+                newest = self._archive.newest(relist=True)
+        self._answered = self._clock()
         return newest
+
+    def _looks_further(self) -> bool:
+        """Whether the store has to be listed, as the next version may be there under no key that
+        this replica asks for. Now and then it is listed whatever is there, ever more rarely:
+        versions without the served format, and those removed out of turn, leave gaps too."""
+        polls = self._quiet_polls
+        doubled = polls > 1 and polls.bit_count() == 1
+        if doubled and polls >= LOOK_EVERY:
+            return True
+        late = self._clock() - self._answered >= LATE_SECONDS
+        return (late or doubled or polls % LOOK_EVERY == 0) and self._archive.overtaken()
 
     def _no_version(self) -> UnknownVersionError:
         served = self._archive.served_format
@@ -276,3 +300,7 @@ class Subscriber:
             with contextlib.suppress(UnknownVersionError):
                 known[0] = self._archive.manifest(0)
         return ByRoot(known, lambda: self._archive.before(want.version, LOOK_BACK))
+
+
+def _is_quiet(newest: Manifest | None, held: VersionRef | None) -> bool:
+    return held is not None and newest is not None and newest.version <= held.version

@@ -206,14 +206,29 @@ class Archive:
     def newest(self, *, relist: bool = False) -> Manifest | None:
         """The newest version whose manifest can be used, None before the first.
 
-        `relist` looks past a gap: for a reader so late that the version after the one it knows
-        was already removed.
+        `relist` looks past a gap: for a reader that is `overtaken`, so late that the version after
+        the one it knows was already removed.
         """
         with self._lock:
             known = self._newest
         if known is None or relist:
             known = self._listed(known)
         return self._probed(known)
+
+    def overtaken(self) -> bool:
+        """Whether the newest version that is known here was removed since, and so later ones were
+        published: the oldest go first. One small request."""
+        with self._lock:
+            known = self._newest
+        if known is None:
+            return False
+        try:
+            self._store.get_range(version_key(known.version), 0, 1)
+        except ObjectNotFoundError:
+            return True
+        except IntegrityError:  # damaged, but there
+            return False
+        return False
 
     def manifest(self, version: int) -> Manifest:
         """The checked manifest of `version`. Raises `UnknownVersionError` if there is none."""
