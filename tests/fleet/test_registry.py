@@ -110,6 +110,54 @@ def test_a_replicas_record_is_small_or_not_read(store: Store) -> None:
         Registry(store).replicas()
 
 
+FORGED = [10**12, 1 << 63, 10**30, 10**5000]
+
+
+@pytest.mark.parametrize("number", FORGED, ids=["13 digits", "2^63", "10^30", "10^5000"])
+@pytest.mark.parametrize(
+    ("key", "record"),
+    [
+        ("replicas/r1.json", '"replica_id":"r1","state":"serving","version":N'),
+        ("steps/N.json", f'"version":N,"step":1,"root":"{ROOT}","incarnation":"a"'),
+        (
+            "receipts/r1/N.json",
+            f'"replica_id":"r1","version":N,"root":"{ROOT}","staged_seconds":1,'
+            '"commit_seconds":1,"bytes_fetched":1',
+        ),
+    ],
+    ids=["replica", "step", "receipt"],
+)
+def test_a_forged_huge_version_is_refused_and_passed_over(
+    store: Store, key: str, record: str, number: int
+) -> None:
+    """Also where it stands under the key that it would have."""
+    registry = Registry(store)
+    registry.write_replica(ReplicaRecord(replica_id="r0", state="serving", version=2))
+    registry.put_step(step(0))
+    registry.put_receipt(receipt(ROOT, 1.0))
+    digits = f"1{'0' * 5000}" if number == FORGED[-1] else str(number)
+    key = f"fleet/{key.replace('N', digits[:200])}"
+    store.put(key, f"{{{record.replace('N', digits)}}}".encode())
+    told: list[tuple[str, FormatError]] = []
+
+    def note(key: str, error: FormatError) -> None:
+        told.append((key, error))
+
+    assert list(registry.replicas(damaged=note)) == ["r0"]
+    assert [r.version for r in registry.steps(damaged=note)] == [0]
+    assert [r.version for r in registry.receipts(damaged=note)] == [3]
+    assert [key for key, _ in told] == [key]
+    assert FleetObserver(registry).look().version == 0
+
+
+@pytest.mark.parametrize("number", [-2, *FORGED[1:3]])
+def test_a_step_that_none_was_resumed_from_is_refused(store: Store, number: int) -> None:
+    data = f'{{"version":1,"step":1,"root":"{ROOT}","incarnation":"a","resumed_from":{number}}}'
+    store.put("fleet/steps/000000000001.json", data.encode())
+    with pytest.raises(FormatError, match="resumed_from"):
+        list(Registry(store).steps())
+
+
 STRAYS = {
     "fleet/replicas/notes.txt": b"hello",
     "fleet/replicas/r9.json": b"\x80\x04}",

@@ -26,6 +26,9 @@ MAX_STEP_BYTES = 1 << 26
 """A step's record names every trajectory that it used: 65,536 of them take 1.6 MB."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+"""What does not fit in a key's twelve digits is no version, and would not sort as a number."""
+
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Measure = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """Bounded so that sums and ratios of what anybody wrote stay finite numbers."""
@@ -46,7 +49,7 @@ class TrainerRecord(_Wire, frozen=True, kw_only=True):
 
     run_id: Name
     state: Literal["starting", "training", "done", "stopped"]
-    version: Count
+    version: Version
     step: Count
     positions: dict[Name, Count] = {}
     """By worker: the next sequence number the trainer will read. Unread batches are the backlog."""
@@ -92,11 +95,11 @@ class StepRecord(_Wire, frozen=True, kw_only=True):
     optimizer steps were lost with the crash and their trajectories are read again.
     """
 
-    version: Count
+    version: Version
     step: Count
     root: Digest
     incarnation: Name
-    resumed_from: int = -1
+    resumed_from: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)] = -1
     reward_mean: Measure = 0.0
     reward_std: Measure = 0.0
     loss: Measure | None = 0.0
@@ -124,7 +127,7 @@ class Receipt(_Wire, frozen=True, kw_only=True):
     """A replica committed `version` and recomputed `root` from the weights its engine holds."""
 
     replica_id: Name
-    version: Count
+    version: Version
     root: Digest
     staged_seconds: Seconds
     commit_seconds: Seconds

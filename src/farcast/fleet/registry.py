@@ -120,8 +120,8 @@ class Registry:
             damaged(
                 REPLICAS_PREFIX,
                 LimitError(
-                    f"{REPLICAS_PREFIX} holds at least {left} records beyond the {MAX_REPLICAS} that "
-                    "were written last and are read; remove those of replicas that are gone."
+                    f"{REPLICAS_PREFIX} holds at least {left} records beyond the {MAX_REPLICAS} "
+                    "that were written last and are read; remove those of replicas that are gone."
                 ),
             )
 
