@@ -34,6 +34,7 @@ from farcast.fleet.accounting import (
 )
 from farcast.fleet.finding import open_archive, versions_in
 from farcast.fleet.registry import Registry
+from farcast.fleet.saying import plain
 from farcast.lineage import Manifest, ObjectRef, TrustedKey
 from farcast.store import Store
 from farcast.store.archive import Archive
@@ -138,12 +139,15 @@ def audit(
         claims_collected=len(receipts) - compared + reading.spans.total() - spans,
         roots_match=not roots and verified == len(versions),
         account=counted,
-        differences=(
-            *roots,
-            *damaged,
-            *steps.differences,
-            *reading.differences,
-            *counted.differences,
+        differences=tuple(
+            plain(line)
+            for line in (
+                *roots,
+                *damaged,
+                *steps.differences,
+                *reading.differences,
+                *counted.differences,
+            )
         ),
     )
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from farcast.fleet.saying import plain
+
 EventKind = Literal[
     "started",
     "joined",
@@ -37,7 +39,7 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.who} {self.kind}" + (f": {self.text}" if self.text else "")
+        return plain(f"{self.who} {self.kind}" + (f": {self.text}" if self.text else ""))
 
 
 class EventLog:

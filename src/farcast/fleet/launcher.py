@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from farcast.errors import ConfigError
+from farcast.fleet.saying import plain
 
 TIED_OPTION = "--tied"
 """Given to children: leave when standard input closes."""
@@ -207,4 +208,4 @@ def last_words(log: Path, *, limit: int = 8192) -> str:
     except FileNotFoundError:
         return ""
     lines = [line.strip() for line in tail.replace("\r", "\n").splitlines()]
-    return next((line for line in reversed(lines) if line), "")
+    return plain(next((line for line in reversed(lines) if line), ""))

@@ -18,6 +18,9 @@ from farcast.fleet.registry import TRAINER_KEY, Registry, Sighting
 
 _LOG = logging.getLogger(__name__)
 
+MAX_NAMED = 20
+"""Damaged records that are named; one word tells of the others, however many somebody wrote."""
+
 
 class FleetSnapshot(NamedTuple):
     """A run at one moment. All times are the store's, in seconds since the epoch."""
@@ -105,8 +108,12 @@ class FleetObserver:
         )
 
     def _leave_out(self, key: str, error: FormatError) -> None:
-        if key not in self._damaged:
-            self._damaged.add(key)
+        if key in self._damaged or len(self._damaged) > MAX_NAMED:
+            return
+        self._damaged.add(key)
+        if len(self._damaged) > MAX_NAMED:
+            _LOG.warning("More records below fleet/ are damaged, and left out.")
+        else:
             _LOG.warning("%s is left out: %s", key, error)
 
 

@@ -33,6 +33,7 @@ from farcast.fleet.records import (
     StepRecord,
     TrainerRecord,
 )
+from farcast.fleet.saying import plain
 from farcast.store.base import ObjectInfo, Store
 from farcast.store.transfers import in_parallel
 
@@ -212,8 +213,10 @@ class Registry:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.DecodeError as error:
+            # The error may quote what stands in the record, and is shown on terminals.
             raise FormatError(
-                f"The record {key} is not valid ({error}); delete it or restore it from a backup."
+                f"The record {key} is not valid ({plain(str(error)[:200])}); delete it or restore "
+                "it from a backup."
             ) from error
 
 

@@ -71,4 +71,4 @@ class Retention:
 
 
 def _left_out(key: str, error: FarcastError) -> None:
-    """A record that nobody can read is no lease; `farcast verify` names it."""
+    """A record that nobody can read is no lease; `farcast status` names it."""
