@@ -1,6 +1,7 @@
 """A checkpoint folder holds one whole version, whatever happens to the process or the disk."""
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -403,6 +404,19 @@ def test_two_processes_do_not_update_one_folder_at_once(world: World, tmp_path: 
         world.subscriber(CheckpointDirectory(tmp_path)).stage()
     first.commit(staged)
     assert world.subscriber(CheckpointDirectory(tmp_path)).stage() is None
+
+
+def test_a_staged_version_that_is_forgotten_gives_the_folder_back(
+    world: World, tmp_path: Path
+) -> None:
+    first = world.subscriber(CheckpointDirectory(tmp_path))
+    staged = first.stage()
+    del staged
+    gc.collect()
+    assert list((tmp_path / ".farcast" / "staging").iterdir())
+    assert world.subscriber(CheckpointDirectory(tmp_path)).sync() == world.refs[2]
+    assert not list((tmp_path / ".farcast" / "staging").iterdir())
+    assert bits_of(loaded(tmp_path)) == bits_of(weights(2))
 
 
 def test_a_folder_of_another_run_is_refused_even_if_it_was_emptied(

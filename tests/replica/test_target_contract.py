@@ -94,6 +94,22 @@ def test_staging_changes_nothing_that_is_served(world: World, target: Target) ->
     assert subscriber.sync() == world.refs[1]
 
 
+def test_a_staged_version_is_discarded_where_its_block_ends(world: World, target: Target) -> None:
+    subscriber = world.subscriber(target)
+    world.publish()
+    staged = subscriber.stage()
+    assert staged is not None
+    with pytest.raises(RuntimeError, match="in between"), staged:
+        raise RuntimeError("in between")
+    with pytest.raises(TargetError, match="not sealed"):
+        subscriber.commit(staged)
+    again = subscriber.stage()
+    assert again is not None
+    with again:
+        assert subscriber.commit(again) == world.refs[0]
+    assert held(target) == bits_of(weights(0))
+
+
 def test_a_staged_version_is_refused_after_another_was_committed(
     world: World, target: Target
 ) -> None:

@@ -5,6 +5,7 @@ The order of steps is the one in `farcast.replica.directory`; this module is the
 
 import contextlib
 import secrets
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,9 @@ class DirectoryDraft(Draft):
         self._staged_pointer: Path | None = None
         self._new_pointer: files.FileIdentity | None = None
         self._backup: Path | None = None
-        self._lock: int | None = work.enter()
+        # A draft that is forgotten gives the folder back too; what it wrote, the next one removes.
+        self._unlock = weakref.finalize(self, files.close, work.enter())
+        self._unlock.atexit = False  # the lock ends with the process
         try:
             work.clean(used=layout.shards.keys())
             rewritten = {g: n for g, n in groups.items() if g not in self._kept}
@@ -242,14 +245,13 @@ class DirectoryDraft(Draft):
         self._work.write_state(self._state(done=True))
 
     def _discard(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is None:
+        if not self._unlock.alive:
             return
         try:
             with contextlib.suppress(OSError):  # the next `begin` removes what stays behind
                 self._remove_staged()
         finally:
-            files.close(lock)
+            self._unlock()
 
     def _remove_staged(self) -> None:
         for new in self._files:

@@ -14,7 +14,7 @@ Refuses to choose a plan, and to change anything that a reader of the target can
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 from farcast.delta import AnyBits, Patch, entry_of, nbytes_of, root_of
 from farcast.delta.crew import Crew, threads_for
@@ -72,7 +72,8 @@ class SyncStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """A verified version beside the one that is served. Commit it, or discard it."""
+    """A verified version beside the one that is served. Commit it, or discard it: `with staged:`
+    discards what was not committed. A folder is locked for as long as this object is there."""
 
     plan: Plan
     draft: Draft
@@ -83,7 +84,14 @@ class Staged:
         return self.plan.want
 
     def discard(self) -> None:
+        """Drop what was prepared. Safe to call twice, and after a commit."""
         self.draft.discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
 
 class VanishedError(Exception):

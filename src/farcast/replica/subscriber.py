@@ -196,10 +196,8 @@ class Subscriber:
         while the run has no version."""
         staged = self.stage(to)
         if staged is not None:
-            try:
+            with staged:
                 return self.commit(staged)
-            finally:
-                staged.discard()
         ref = self._target.ref
         if ref is None:
             raise self._no_version()
