@@ -1,12 +1,9 @@
 """The pure parts of the HTTP side: what is asked for, what is changed on the way, who wrote it."""
 
-import asyncio
-import contextlib
 import json
 import os
 from pathlib import Path
 
-import aiohttp
 import msgspec
 import pytest
 from hypothesis import given
@@ -22,13 +19,10 @@ from farcast.errors import ConfigError, IntegrityError
 from farcast.fleet.leases import SILENT_SECONDS
 from farcast.fleet.records import ReplicaRecord
 from farcast.fleet.registry import Sighting
-from farcast.gateway import provenance, upstream
+from farcast.gateway import provenance
 from farcast.gateway.bodies import join, salted, split, with_field
 from farcast.gateway.constraint import constraint_of
 from farcast.gateway.fleet_view import FleetView
-from farcast.gateway.listening import Listener
-from farcast.gateway.metrics import Traffic
-from farcast.gateway.router import Router
 from farcast.gateway.routes import ROUTES
 from farcast.gateway.streams import EventRelay
 from farcast.gateway.tokens import Token, read_token
@@ -424,64 +418,3 @@ def test_one_that_did_not_answer_is_asked_last_for_a_while() -> None:
     assert all(fleet.names(Constraint(), "a")[0] == "b" for _ in range(4))
     fleet.now += 3
     assert fleet.names(Constraint(), "a")[0] == "a"
-
-
-# --- servers that mean no good -------------------------------------------------------------------
-
-
-class Hostile:
-    """A replica with a record of its own making: `head` and then `chunk`, for ever."""
-
-    def __init__(self, head: bytes, chunk: bytes) -> None:
-        self.head, self.chunk = head, chunk
-
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(self.head + b"\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            while self.chunk:
-                writer.write(self.chunk)
-                await writer.drain()
-        writer.close()
-
-
-@pytest.mark.parametrize(
-    ("head", "chunk", "status"),
-    [
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/plain", b"x" * 65536, 503),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999", b"x" * 65536, 503),
-        (
-            b"HTTP/1.1 200 OK\r\nX-Farcast-Version-End: " + b"9" * 5000 + b"\r\nContent-Length: 0",
-            b"",
-            200,
-        ),
-    ],
-    ids=["endless", "long", "version"],
-)
-def test_an_answer_without_end_is_no_answer(
-    head: bytes, chunk: bytes, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bounded memory; another replica is asked then."""
-    monkeypatch.setattr(upstream, "MAX_ANSWER", 1 << 20)
-
-    async def ask_through_a_gateway() -> int:
-        server = await asyncio.start_server(Hostile(head, chunk).answer, "127.0.0.1", 0)
-        fleet, up = Fleet(), upstream.Upstream()
-        port = server.sockets[0].getsockname()[1]
-        fleet.view.update({"a": fleet.sighting("a", 3, 1, url=f"http://127.0.0.1:{port}")})
-        tokens = Token(SECRET), Token(SECRET[::-1])
-        router = Router(fleet.view, up, *tokens, traffic=Traffic(), limit=8)
-        listener = Listener(router.handle, "127.0.0.1", 0)
-        await listener.start()
-        try:
-            async with asyncio.timeout(20), aiohttp.ClientSession() as client:
-                headers = {"Authorization": tokens[0].header()}
-                asked = client.post(f"{listener.url}/v1/completions", data=b"{}", headers=headers)
-                async with asked as answer:
-                    return answer.status
-        finally:
-            await listener.stop()
-            await up.close()
-            server.close()
-
-    assert asyncio.run(ask_through_a_gateway()) == status

@@ -475,11 +475,18 @@ def test_an_engine_that_is_killed_and_comes_back_is_served_only_after_a_check(
             body = {"prompt": "cut short", "max_tokens": 1_000_000, "stream": True}
             client.sendall(_post(json.dumps(body).encode()))
             assert client.recv(1)
-            engine.kill()
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as whole:
+                whole.sendall(_post(json.dumps({**body, "stream": False}).encode()))
+                wait_for(lambda: ready(port)["in_flight"] == 2)
+                time.sleep(0.1)  # on its way from the gate to the engine
+                engine.kill()
+                told = whole.recv(1 << 16)
             rest = b""
             while chunk := client.recv(1 << 16):
                 rest += chunk
-        assert b'"type":"EngineUnavailable"' in rest
+        assert told.startswith(b"HTTP/1.1 502 ")
+        assert b'"type":"EngineBrokeOff"' in told
+        assert b'"type":"EngineBrokeOff"' in rest
         assert b"[DONE]" not in rest
         wait_for(lambda: ask(port, "GET", "/ready", token=None).status == 503)
         question = {"prompt": "again", "max_tokens": 4}

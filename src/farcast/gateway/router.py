@@ -3,7 +3,9 @@
     the token, the route          401, 404
     whom to ask                   suits the version asked for; the session's own; the idlest
     it answers 409 or 503, or     the next one, until TRIES were asked; nothing was passed on yet
-    does not answer
+    is out of reach
+    it breaks off, the request    one more, then 502: the request may be what breaks them
+    in its hands
     nobody could                  what the last one said, 409 before 503, with its Retry-After
 
 An answer passes as it comes, a stream chunk by chunk; who wrote it stands in it already. A client
@@ -31,11 +33,21 @@ from farcast.gateway.metrics import Traffic
 from farcast.gateway.routes import EVERY_ROUTE, Route
 from farcast.gateway.streams import MEDIA_TYPE
 from farcast.gateway.tokens import Token
-from farcast.gateway.upstream import Failure, UnreachableError, Upstream, read_answer
+from farcast.gateway.upstream import (
+    BrokenOffError,
+    Failure,
+    UnreachableError,
+    Upstream,
+    read_answer,
+)
 
 SESSION = "X-Farcast-Session"
 REPLICA = "X-Farcast-Replica"
 TRIES = 4
+BREAKS = 2
+"""So many replicas may break off under one request: the first perhaps by chance, the second
+hardly. Others are not tried on it."""
+
 SESSIONS = 1 << 16
 """Sessions remembered; the one unused for longest is forgotten, and then starts anywhere."""
 
@@ -49,6 +61,8 @@ _TO_REPLICA = (asked.HEADER, "X-Request-Id", "traceparent")
 _FROM_REPLICA = ("Content-Type", "Retry-After")
 _MENTION = b"weight_version"
 _RETRIED = (409, 503)
+_BROKE_OFF = 502
+"""What a sidecar answers if its engine did."""
 
 
 class Unsent(NamedTuple):
@@ -119,30 +133,38 @@ class Router:
         session = request.headers.get(SESSION, "")[:MAX_SESSION] or None
         preferred = None if session is None else self._sessions.get(session)
         refused: web.StreamResponse | None = None
+        broken = 0
         for member, _ in self._fleet.ordered(constraint, preferred)[:TRIES]:
-            answer = await self._try(request, unsent, member)
-            if answer is None:
+            try:
+                answer = await self._try(request, unsent, member)
+            except UnreachableError as error:
                 self._fleet.shun(member)
-            elif answer.status not in _RETRIED or answer.prepared:
+                broken += isinstance(error, BrokenOffError)
+                if broken == BREAKS:
+                    break
+                continue
+            if answer.status not in _RETRIED or answer.prepared:
                 if session is not None:
                     self._remember(session, member.name)
                 return answer
-            elif refused is None or answer.status < refused.status:
+            if refused is None or answer.status < refused.status:
                 refused = answer  # 409 says more than 503
-        if refused is not None:
+        if refused is not None and broken < BREAKS:
             return refused
-        raise Refused(503, "NoReplica", "No replica of the run answers; try again.", retry_after=2)
+        raise _unanswered(broken)
 
     async def _try(
         self, request: web.BaseRequest, unsent: Unsent, member: Member
-    ) -> web.StreamResponse | None:
-        """A replica's answer; None if it gave none."""
+    ) -> web.StreamResponse:
+        """A replica's answer; raises `UnreachableError` if it gave none."""
         member.load += 1
         response: web.StreamResponse | None = None
         try:
             async with self._upstream.ask(
                 unsent.route.method, self._url(member, unsent.route), unsent.body, unsent.headers
             ) as answer:
+                if answer.status == _BROKE_OFF:
+                    raise BrokenOffError("The engine behind the replica broke off.")
                 headers = _headers_of(answer, member)
                 if answer.content_type != MEDIA_TYPE:
                     data = await read_answer(answer)
@@ -153,9 +175,9 @@ class Router:
                     await send(request, response, chunk)
                 await end(response)
                 return response
-        except (UnreachableError, *Failure):
+        except Failure as error:
             if response is None:
-                return None
+                raise BrokenOffError(type(error).__name__) from error
             request.protocol.force_close()  # without the mark of the end: it is not whole
             return response
         finally:
@@ -217,6 +239,17 @@ def _headers_of(answer: aiohttp.ClientResponse, member: Member) -> dict[str, str
     if version is not None and version.isdecimal() and len(version) <= VERSION_DIGITS:
         member.version = int(version)
     return headers
+
+
+def _unanswered(broken: int) -> Refused:
+    if not broken:
+        return Refused(503, "NoReplica", "No replica of the run answers; try again.", retry_after=2)
+    return Refused(
+        502,
+        "BrokenOff",
+        "Each replica that took this request broke off before it answered, perhaps because of the "
+        "request; look at it before you send it again.",
+    )
 
 
 def _json(said: Mapping[str, object], status: int = 200) -> web.Response:

@@ -5,7 +5,8 @@ What happens to a request that generates:
     the token, the route                     401, 404
     the body, what version it asks for       400, 408, 413
     the gate: the version captured           409 + Retry-After; 503 when full or not ready
-    salted, passed on to the engine          503 when the engine is gone
+    salted, passed on to the engine          503 when the engine is gone; 502 when it went with
+                                             the request in its hands, which may be why
     the answer, with who wrote it            whatever the engine answered
 
 Refuses to pass on a path or a query that a client wrote: only what `routes` has.
@@ -33,7 +34,13 @@ from farcast.gateway.provenance import Provenance, Reported
 from farcast.gateway.routes import Route, Table
 from farcast.gateway.streams import MEDIA_TYPE, EventRelay
 from farcast.gateway.tokens import Token
-from farcast.gateway.upstream import Failure, UnreachableError, Upstream, read_answer
+from farcast.gateway.upstream import (
+    BrokenOffError,
+    Failure,
+    UnreachableError,
+    Upstream,
+    read_answer,
+)
 from farcast.types import VersionRef
 
 _LOG = logging.getLogger(__name__)
@@ -254,6 +261,14 @@ class Sidecar:
             self._suspect(str(error))
             return Refused(503, "EngineUncertain", str(error), retry_after=RETRY_DOWN)
         self._suspect("The engine does not answer; it is looked at again.")
+        if isinstance(error, (BrokenOffError, *Failure)):
+            return Refused(
+                502,
+                "EngineBrokeOff",
+                "The engine broke off before its answer was whole, perhaps because of this "
+                "request; send it once more at most.",
+                retry_after=RETRY_DOWN,
+            )
         return Refused(
             503,
             "EngineUnavailable",
@@ -328,7 +343,7 @@ class _Visit:
         end = self._gate.leave(ticket)
         self._ticket = None
         if not end.same_engine:
-            raise UnreachableError("The engine was restarted while it answered.")
+            raise BrokenOffError("The engine was restarted while it answered.")
         if end.epoch == ticket.epoch:
             if reported:
                 provenance.check(reported, ticket.ref, self._gate.served)
