@@ -1,5 +1,8 @@
 """A recording is what the store holds, and a damaged one is refused."""
 
+import io
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -87,6 +90,94 @@ def test_pickled_arrays_are_refused(recorded: tuple[MemoryStore, Path]) -> None:
     np.savez(recorded[1] / DELTAS, **{**arrays, key: np.array([print], dtype=object)})
     with pytest.raises(FormatError, match="damaged"):
         list(Recording(recorded[1]).walk(RUN))
+
+
+def header(descr: str, shape: tuple[int, ...]) -> bytes:
+    """The beginning of an array file."""
+    written = io.BytesIO()
+    told = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(written, told)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"junk",
+        b"\x93NUMPY\x09\x00",
+        header("<u4", (1 << 60,)),
+        header("<u4", (1 << 40,)),
+        header("<u4", (3,)) + bytes(8),
+        header("<u4", (-1,)),
+        header("<f4", (1,)) + bytes(4),
+        header("<u4", ()) + bytes(4),
+        header("<u4", (1 << 20,)) + bytes(1 << 22),
+    ],
+    ids=range(10),
+)
+def test_arrays_that_are_none_are_refused_before_they_take_memory(
+    recorded: tuple[MemoryStore, Path], data: bytes
+) -> None:
+    path = recorded[1] / DELTAS
+    with zipfile.ZipFile(path) as held:
+        names = held.namelist()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as written:
+        for name in names:
+            written.writestr(name, data)
+    with pytest.raises(FormatError, match="record again"):
+        list(Recording(recorded[1]).walk(RUN))
+
+
+def flipped(data: bytes) -> bytes:
+    """With other bytes where the first array is packed."""
+    return data[:120] + bytes(40) + data[160:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: b"",
+        lambda _: header("<u4", (0,)),  # one array, not an archive of them
+        lambda data: data[:10],
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        flipped,
+        lambda _: b"PK\x05\x06" + bytes(18),
+    ],
+    ids=["empty", "npy", "head", "half", "cut", "flipped", "no arrays"],
+)
+def test_a_damaged_archive_of_arrays_is_refused(
+    recorded: tuple[MemoryStore, Path], damage: Callable[[bytes], bytes]
+) -> None:
+    path = recorded[1] / DELTAS
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(FormatError, match="record again"):
+        list(Recording(recorded[1]).walk(RUN))
+
+
+@pytest.mark.parametrize(
+    "hops",
+    [
+        b"",
+        b"{}",
+        b"[[1]]",
+        b"null",
+        b"not JSON",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'[{"run": "a/b", "base": 0, "target": 1, "changed": 0, "elements": 1}]',
+        b'[{"run": "a\\n", "base": 0, "target": 1, "changed": 0, "elements": 1}]',
+        b'[{"run": "a", "base": -1, "target": 1, "changed": 0, "elements": 1}]',
+        b'[{"run": "a", "base": 1e99, "target": 1, "changed": 0, "elements": 1}]',
+        b'[{"run": "a", "base": ' + b"9" * 5000 + b', "target": 1, "changed": 0, "elements": 1}]',
+    ],
+    ids=range(12),
+)
+def test_hops_that_are_none_are_refused(recorded: tuple[MemoryStore, Path], hops: bytes) -> None:
+    (recorded[1] / HOPS).write_bytes(hops)
+    with pytest.raises(FormatError, match="malformed"):
+        Recording(recorded[1])
 
 
 def test_counts_and_order_of_hops_are_checked(recorded: tuple[MemoryStore, Path]) -> None:

@@ -13,30 +13,34 @@ A word is an element, or a byte of two packed 4-bit codes. Refuses a recording w
 contradict one another; nothing in it is ever unpickled.
 """
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from farcast.bench.arrays import Arrays, open_arrays
 from farcast.delta import TensorBits, Words, word_bytes, words_of
 from farcast.errors import ConfigError, FormatError
 from farcast.replica.shards import read_shard
+from farcast.types import Name
 
 BASE = "base.safetensors"
 DELTAS = "deltas.npz"
 HOPS = "hops.json"
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_WIDEST = 8
+"""Bytes of a position or a word."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class HopRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line of hops.json."""
 
-    run: str
+    run: Name
     base: _Count
     target: _Count
     changed: _Count
@@ -101,22 +105,17 @@ class Recording:
         """The changes of one run in order. Tensors that did not change are shared."""
         held: Mapping[str, TensorBits] = self.base()
         before: HopRecord | None = None
-        try:
-            with np.load(self.folder / DELTAS, allow_pickle=False) as deltas:
-                for hop in (hop for hop in self.hops if hop.run == run):
-                    if before is not None and before.target != hop.base:
-                        raise FormatError(f"The hop {hop.key} does not follow {before.key}.")
-                    target = _applied(held, deltas, hop)
-                    yield Change(data=run, hop=f"{hop.base}-{hop.target}", base=held, target=target)
-                    held, before = target, hop
-        except (zipfile.BadZipFile, KeyError, ValueError) as error:
-            raise FormatError(
-                f"{self.folder / DELTAS} is damaged or does not match {HOPS}; record again."
-            ) from error
+        for hop in (hop for hop in self.hops if hop.run == run):
+            if before is not None and before.target != hop.base:
+                raise FormatError(f"The hop {hop.key} does not follow {before.key}; record again.")
+            with open_arrays(self.folder / DELTAS) as deltas:
+                target = _applied(held, deltas, hop)
+            yield Change(data=run, hop=f"{hop.base}-{hop.target}", base=held, target=target)
+            held, before = target, hop
 
 
 def _applied(
-    base: Mapping[str, TensorBits], deltas: Mapping[str, Any], hop: HopRecord
+    base: Mapping[str, TensorBits], deltas: Arrays, hop: HopRecord
 ) -> dict[str, TensorBits]:
     target = dict(base)
     changed = 0
@@ -124,11 +123,15 @@ def _applied(
         key = f"{hop.key}/{name}"
         if f"{key}/positions" not in deltas:
             continue
-        positions, values = deltas[f"{key}/positions"], deltas[f"{key}/values"]
+        elements = words_of(bits).size
+        positions = deltas.read(f"{key}/positions", elements * _WIDEST)
+        values = deltas.read(f"{key}/values", elements * _WIDEST)
         target[name] = _overwritten(bits, positions, values, key)
         changed += positions.size
     if changed != hop.changed or sum(words_of(b).size for b in base.values()) != hop.elements:
-        raise FormatError(f"The counts of {hop.key} in {HOPS} are not those of its data.")
+        raise FormatError(
+            f"The counts of {hop.key} in {HOPS} are not those of its data; record again."
+        )
     return target
 
 

@@ -43,7 +43,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
-Signature = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{128}$")]
+Signature = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{128}\Z")]
 """Ed25519, as lower-case hex digits; what it covers stands in `farcast.lineage.signing`."""
 
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
