@@ -45,6 +45,10 @@ from farcast.train.policy import Policy
 from farcast.trajectory import GroupBatcher, TrajectoryReceiver, TrajectorySender
 
 REPLICA = "r1"
+OBJECTIVE = "tis"
+"""What answers of another version lose least under, by the page on staleness: the link makes them
+half a version older here."""
+
 GROUPS = 32
 """Of a step, four times the preset's: a step of a second, which no real model has, would be
 mostly round trips."""
@@ -141,7 +145,12 @@ def run_once(
     )
     config = replace(
         preset,
-        train=replace(preset.train, groups_per_step=GROUPS, max_backlog_groups=2 * GROUPS),
+        train=replace(
+            preset.train,
+            objective=OBJECTIVE,
+            groups_per_step=GROUPS,
+            max_backlog_groups=2 * GROUPS,
+        ),
         sampling=replace(preset.sampling, batch_groups=GROUPS // 4),
     )
     side = _TrainerSide(config, folder, model, _reach(folder, link))
