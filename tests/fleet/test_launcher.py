@@ -22,8 +22,9 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     source = Path(__file__).parents[2] / "src" / "farcast" / "fleet"
-    for name in ("launcher.py", "signals.py"):
-        (package / name).write_text((source / name).read_text())
+    (package / "fleet").mkdir()
+    for name in ("launcher.py", "signals.py", "fleet/saying.py"):
+        (package / name).write_text((source / Path(name).name).read_text())
     (package / "errors.py").write_text(
         "class ConfigError(Exception): ...\nclass StoppedAtOnceError(Exception): ...\n"
     )

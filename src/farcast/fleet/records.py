@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from farcast.types import MAX_VERSION, NAME_PATTERN
+from farcast.types import MAX_VERSION, Digest, Name
 
 MAX_REPLICA_BYTES = 1 << 14
 """A replica's record or receipt: a few hundred bytes. Whoever looks at a run reads all of them."""
@@ -32,11 +32,6 @@ Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Measure = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """Bounded so that sums and ratios of what anybody wrote stay finite numbers."""
-
-Name = Annotated[str, msgspec.Meta(pattern=rf"^{NAME_PATTERN.pattern}\Z")]
-"""An id. Its end is the text's: "$" would let a newline follow."""
-
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}\\Z")]
 
 Root = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?\\Z")]
 """A digest, or "" for none."""
